@@ -1,0 +1,3 @@
+//! BPF programs of omnitap.
+#![no_std]
+#![no_main]

@@ -1,0 +1,1 @@
+//! What this machine lacks for the tap, each condition with its remedy.

@@ -1,0 +1,3 @@
+//! What runs on this host: processes and their roles, pipelines, package versions, containers.
+
+pub mod identity;

@@ -1,0 +1,1 @@
+//! Log output: text or JSON, repeated warnings rate-limited.

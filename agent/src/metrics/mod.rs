@@ -1,0 +1,3 @@
+//! The families: catalogue, registry with expiry, text encoder.
+
+pub mod catalogue;

@@ -1,0 +1,51 @@
+//! Where observations go: the registry in the agent, a list in tests.
+
+use crate::{host::identity::PipelineId, metrics::catalogue::Family};
+
+/// The label values that a group of series shares. The registry picks those that a family has.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Scope {
+    /// Pipeline, for retention; not a label.
+    pub pipeline: PipelineId,
+    /// `model_name` of `vllm_omni:*`.
+    pub model: String,
+    /// `model_name` of `vllm:*`.
+    pub served_model: String,
+    /// `stage`; `None` for series of the whole pipeline.
+    pub stage: Option<u32>,
+    /// `replica`.
+    pub replica: Option<u32>,
+    /// Largest sequence in tokens, where known: decides the `TOKENS` buckets.
+    pub max_model_len: Option<u32>,
+}
+
+/// An interned [`Scope`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ScopeId(pub u32);
+
+/// Interned values of a family's labels beyond those of its scope, in the order of the catalogue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ExtraId(pub u32);
+
+impl ExtraId {
+    /// A family without further labels.
+    pub const NONE: Self = Self(0);
+}
+
+/// Takes observations. Two scopes with equal label values share their counters and histograms; their gauges add up.
+pub trait Sink {
+    /// Interns a scope; the same value gives the same id until it is retired.
+    fn scope(&mut self, scope: &Scope) -> ScopeId;
+    /// Interns the values of further labels; cheap enough for start-up and rare events, not for each token.
+    fn extra(&mut self, values: &[&str]) -> ExtraId;
+    /// Adds to a counter. `by` of 0 creates the child.
+    fn add(&mut self, family: Family, scope: ScopeId, extra: ExtraId, by: f64);
+    /// Observes a value `times` times in a histogram.
+    fn observe(&mut self, family: Family, scope: ScopeId, extra: ExtraId, value: f64, times: u64);
+    /// Sets this scope's part of a gauge.
+    fn set(&mut self, family: Family, scope: ScopeId, extra: ExtraId, value: f64);
+    /// A measurement that could not become a sample, by reason (`omnitap_samples_skipped_total`).
+    fn skip(&mut self, family: Family, reason: &'static str);
+    /// The process behind a scope is gone: its gauges go with it, its other children stay for retention.
+    fn retire(&mut self, scope: ScopeId);
+}

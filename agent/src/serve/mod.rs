@@ -1,0 +1,1 @@
+//! HTTP: /metrics, /healthz, /readyz and the landing page.

@@ -1,0 +1,1 @@
+//! The only room with `unsafe` and aya: loads the BPF object, attaches and detaches probes, reads the ring buffer, counts losses.

@@ -1,0 +1,12 @@
+//! `cargo xtask demo`.
+
+use anyhow::Result;
+
+/// Options of `cargo xtask demo`.
+#[derive(clap::Args)]
+pub(crate) struct Args {}
+
+/// Runs the task.
+pub(crate) fn run(_args: &Args) -> Result<()> {
+    anyhow::bail!("not built yet")
+}
