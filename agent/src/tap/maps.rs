@@ -134,26 +134,87 @@ mod tests {
     use super::*;
 
     #[rstest]
-    #[case::plain(b"7f00-8f00 r-xp 00001000 fe:01 42                         /usr/lib/libzmq.so.5", true, 42, b"/usr/lib/libzmq.so.5")]
-    #[case::not_executable(b"7f00-8f00 r--p 00001000 fe:01 42                         /usr/lib/libzmq.so.5", false, 42, b"/usr/lib/libzmq.so.5")]
-    #[case::spaces(b"7f00-8f00 r-xp 00001000 fe:01 42                         /a b/ c  d.so", true, 42, b"/a b/ c  d.so")]
-    #[case::spaces_at_end(b"7f00-8f00 r-xp 00001000 fe:01 42                         /a  ", true, 42, b"/a  ")]
-    #[case::deleted_suffix(b"7f00-8f00 r-xp 00001000 fe:01 42                         /a.so (deleted)", true, 42, b"/a.so (deleted)")]
-    #[case::deleted_twice(b"7f00-8f00 r-xp 00001000 fe:01 42                         /a.so (deleted) (deleted)", true, 42, b"/a.so (deleted) (deleted)")]
-    #[case::newline(b"7f00-8f00 r-xp 00001000 fe:01 42                         /a\\012b\\012", true, 42, b"/a\nb\n")]
-    #[case::not_utf8(b"7f00-8f00 r-xp 00001000 fe:01 42                         /\xff\xfe.so", true, 42, b"/\xff\xfe.so")]
-    #[case::looks_like_a_line(b"7f00-8f00 r-xp 00001000 fe:01 42                         /x 7f00-8f00 r-xp 0 fe:01 7 /etc/passwd", true, 42, b"/x 7f00-8f00 r-xp 0 fe:01 7 /etc/passwd")]
-    #[case::memfd(b"7f00-8f00 r-xp 00001000 00:01 42                         /memfd:a b (deleted)", true, 42, b"/memfd:a b (deleted)")]
+    #[case::plain(
+        b"7f00-8f00 r-xp 00001000 fe:01 42                         /usr/lib/libzmq.so.5",
+        true,
+        42,
+        b"/usr/lib/libzmq.so.5"
+    )]
+    #[case::not_executable(
+        b"7f00-8f00 r--p 00001000 fe:01 42                         /usr/lib/libzmq.so.5",
+        false,
+        42,
+        b"/usr/lib/libzmq.so.5"
+    )]
+    #[case::spaces(
+        b"7f00-8f00 r-xp 00001000 fe:01 42                         /a b/ c  d.so",
+        true,
+        42,
+        b"/a b/ c  d.so"
+    )]
+    #[case::spaces_at_end(
+        b"7f00-8f00 r-xp 00001000 fe:01 42                         /a  ",
+        true,
+        42,
+        b"/a  "
+    )]
+    #[case::deleted_suffix(
+        b"7f00-8f00 r-xp 00001000 fe:01 42                         /a.so (deleted)",
+        true,
+        42,
+        b"/a.so (deleted)"
+    )]
+    #[case::deleted_twice(
+        b"7f00-8f00 r-xp 00001000 fe:01 42                         /a.so (deleted) (deleted)",
+        true,
+        42,
+        b"/a.so (deleted) (deleted)"
+    )]
+    #[case::newline(
+        b"7f00-8f00 r-xp 00001000 fe:01 42                         /a\\012b\\012",
+        true,
+        42,
+        b"/a\nb\n"
+    )]
+    #[case::not_utf8(
+        b"7f00-8f00 r-xp 00001000 fe:01 42                         /\xff\xfe.so",
+        true,
+        42,
+        b"/\xff\xfe.so"
+    )]
+    #[case::looks_like_a_line(
+        b"7f00-8f00 r-xp 00001000 fe:01 42                         /x 7f00-8f00 r-xp 0 fe:01 7 /etc/passwd",
+        true,
+        42,
+        b"/x 7f00-8f00 r-xp 0 fe:01 7 /etc/passwd"
+    )]
+    #[case::memfd(
+        b"7f00-8f00 r-xp 00001000 00:01 42                         /memfd:a b (deleted)",
+        true,
+        42,
+        b"/memfd:a b (deleted)"
+    )]
     #[case::long_name_has_one_space(b"7f00-8f00 r-xp 00001000 fe:01 42 /a", true, 42, b"/a")]
     #[case::anonymous(b"7f00-8f00 r-xp 00001000 00:00 0 ", true, 0, b"")]
     #[case::anonymous_without_space(b"7f00-8f00 r-xp 00001000 00:00 0", true, 0, b"")]
-    #[case::heap(b"7f00-8f00 r-xp 00001000 00:00 0                          [heap]", true, 0, b"[heap]")]
+    #[case::heap(
+        b"7f00-8f00 r-xp 00001000 00:00 0                          [heap]",
+        true,
+        0,
+        b"[heap]"
+    )]
     fn lines(#[case] line: &[u8], #[case] exec: bool, #[case] inode: u64, #[case] path: &[u8]) {
         let all: Vec<_> = parse(line).collect();
         assert_eq!(all.len(), 1);
         let mapping = &all[0];
-        assert_eq!((mapping.start, mapping.end, mapping.offset), (0x7f00, 0x8f00, 0x1000));
-        assert_eq!((mapping.exec, mapping.inode, mapping.path.as_ref()), (exec, inode, path));
+        assert_eq!(
+            (mapping.start, mapping.end, mapping.offset),
+            (0x7f00, 0x8f00, 0x1000)
+        );
+        assert_eq!(
+            (mapping.exec, mapping.inode, mapping.path.as_ref()),
+            (exec, inode, path)
+        );
         assert_eq!(mapping.map_files_name(), "7f00-8f00");
     }
 

@@ -9,7 +9,9 @@
 //! Longer `nop`s are emulated by the newest only, and those of 5 bytes may be replaced by a call there: they are passed
 //! over. aarch64 (arch/arm64/kernel/probes/decode-insn.c): relative and register branches, `adr`, `adrp` are simulated.
 
-use iced_x86::{Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, OpAccess, Register};
+use iced_x86::{
+    Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, OpAccess, Register,
+};
 
 /// Instructions looked at behind the entry. A prologue is shorter, and each one passed over is one that could have been
 /// reached by another way.
@@ -25,17 +27,12 @@ pub enum Arch {
 }
 
 impl Arch {
-    /// The one that this agent was built for; `None`: no probe site is known for it.
-    #[must_use]
-    pub fn native() -> Option<Self> {
-        if cfg!(target_arch = "x86_64") {
-            Some(Self::X86_64)
-        } else if cfg!(all(target_arch = "aarch64", target_endian = "little")) {
-            Some(Self::Aarch64)
-        } else {
-            None
-        }
-    }
+    /// The one that this agent was built for.
+    #[cfg(target_arch = "x86_64")]
+    pub const NATIVE: Self = Self::X86_64;
+    /// The one that this agent was built for.
+    #[cfg(target_arch = "aarch64")]
+    pub const NATIVE: Self = Self::Aarch64;
 }
 
 /// What a probe site costs, by the instruction there.
@@ -85,7 +82,11 @@ pub struct Site {
 }
 
 impl Site {
-    const ENTRY: Self = Self { offset: 0, kind: SiteKind::Slow, skipped: 0 };
+    const ENTRY: Self = Self {
+        offset: 0,
+        kind: SiteKind::Slow,
+        skipped: 0,
+    };
 }
 
 /// The best site in a function that takes three arguments in registers, from its first bytes (the whole of it, where
@@ -114,7 +115,11 @@ fn x86_64(code: &[u8]) -> Option<Site> {
         let start = usize::try_from(instruction.ip()).ok()?;
         let bytes = code.get(start..start + instruction.len())?;
         if let Some(kind) = emulated(&instruction, bytes) {
-            let site = Site { offset: instruction.ip(), kind, skipped };
+            let site = Site {
+                offset: instruction.ip(),
+                kind,
+                skipped,
+            };
             return passed_once(code, site.offset).then_some(site);
         }
         if instruction.code() != Code::Endbr64
@@ -142,11 +147,13 @@ fn emulated(instruction: &Instruction, bytes: &[u8]) -> Option<SiteKind> {
 
 fn writes_argument(info: &mut InstructionInfoFactory, instruction: &Instruction) -> bool {
     info.info(instruction).used_registers().iter().any(|used| {
-        matches!(used.register().full_register(), Register::RDI | Register::RSI | Register::RDX)
-            && matches!(
-                used.access(),
-                OpAccess::Write | OpAccess::CondWrite | OpAccess::ReadWrite | OpAccess::ReadCondWrite
-            )
+        matches!(
+            used.register().full_register(),
+            Register::RDI | Register::RSI | Register::RDX
+        ) && matches!(
+            used.access(),
+            OpAccess::Write | OpAccess::CondWrite | OpAccess::ReadWrite | OpAccess::ReadCondWrite
+        )
     })
 }
 
@@ -175,7 +182,11 @@ fn aarch64(code: &[u8]) -> Option<Site> {
         let offset = index * 4;
         if simulated(word) {
             let once = skipped == 0 || !branches_back(code, offset);
-            return once.then_some(Site { offset, kind: SiteKind::Branch, skipped });
+            return once.then_some(Site {
+                offset,
+                kind: SiteKind::Branch,
+                skipped,
+            });
         }
         if !passed_over(word) {
             return None;
@@ -212,7 +223,9 @@ fn base_is_spared(word: u32) -> bool {
 
 fn branches_back(code: &[u8], site: u64) -> bool {
     code.chunks_exact(4).zip(0_i64..).any(|(word, index)| {
-        let Ok(bytes) = <[u8; 4]>::try_from(word) else { return false };
+        let Ok(bytes) = <[u8; 4]>::try_from(word) else {
+            return false;
+        };
         let word = u32::from_le_bytes(bytes);
         let field = |low: u32, bits: u32| -> i64 {
             // Sign-extended field of the instruction.

@@ -40,7 +40,11 @@ pub enum SymbolError {
     #[error("cannot open the mapped file: {0}")]
     Open(#[source] io::Error),
     /// The path leads to another file than the mapped one, and `map_files` is denied.
-    #[error("`{0}` is not the mapped file (deleted or replaced), and /proc/<pid>/map_files is denied: CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN is needed", path = .path.display())]
+    #[error(
+        "`{}` is not the mapped file (deleted or replaced), and /proc/<pid>/map_files is denied: \
+        CAP_CHECKPOINT_RESTORE or CAP_SYS_ADMIN is needed",
+        path.display()
+    )]
     Replaced {
         /// Path in the process's root.
         path: PathBuf,
@@ -100,9 +104,7 @@ impl MappedFile {
         let exact = format!("/proc/{pid}/map_files/{}", mapping.map_files_name());
         match locate(Path::new(&exact)) {
             Ok(place) => Self::reopen(&place),
-            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
-                Self::open_by_path(pid, mapping)
-            }
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => Self::open_by_path(pid, mapping),
             Err(e) => Err(SymbolError::Open(e)),
         }
     }
@@ -167,7 +169,14 @@ pub struct Function {
 pub fn find(file: &File, arch: Arch, name: &[u8]) -> Result<Function, SymbolError> {
     let cache = ReadCache::new(file);
     let budget = Cell::new(MAX_READ);
-    find_in(Bounded { cache: &cache, budget: &budget }, arch, name)
+    find_in(
+        Bounded {
+            cache: &cache,
+            budget: &budget,
+        },
+        arch,
+        name,
+    )
 }
 
 fn find_in<'a, R: ReadRef<'a>>(data: R, arch: Arch, name: &[u8]) -> Result<Function, SymbolError> {
@@ -183,7 +192,9 @@ fn find_in<'a, R: ReadRef<'a>>(data: R, arch: Arch, name: &[u8]) -> Result<Funct
     let sections = header.section_headers(Le, data)?;
     for kind in [elf::SHT_DYNSYM, elf::SHT_SYMTAB] {
         for table in sections.iter().filter(|s| s.sh_type(Le) == kind) {
-            let Some(names) = sections.get(table.sh_link(Le) as usize) else { continue };
+            let Some(names) = sections.get(table.sh_link(Le) as usize) else {
+                continue;
+            };
             // The names first: in most files the symbol is not there, and the table itself is never read.
             let places = places(names.data(Le, data)?, name);
             if places.is_empty() {
@@ -205,13 +216,20 @@ fn find_in<'a, R: ReadRef<'a>>(data: R, arch: Arch, name: &[u8]) -> Result<Funct
 
 /// Where a name stands in a string table, whole to its end; a table may share the ends of longer names.
 fn places(names: &[u8], name: &[u8]) -> Vec<u32> {
-    let Some(&first) = name.first() else { return Vec::new() };
+    let Some(&first) = name.first() else {
+        return Vec::new();
+    };
     let mut found = Vec::new();
     let mut at = 0;
     while let Some(rest) = names.get(at..) {
-        let Some(step) = rest.iter().position(|&b| b == first) else { break };
+        let Some(step) = rest.iter().position(|&b| b == first) else {
+            break;
+        };
         at += step;
-        let ends = names.get(at..).and_then(|r| r.strip_prefix(name)).is_some_and(|r| r.first() == Some(&0));
+        let ends = names
+            .get(at..)
+            .and_then(|r| r.strip_prefix(name))
+            .is_some_and(|r| r.first() == Some(&0));
         if let (true, Ok(place)) = (ends, u32::try_from(at)) {
             found.push(place);
         }
@@ -245,13 +263,19 @@ fn function<'a, R: ReadRef<'a>>(
         .read_bytes_at(offset, size.min(left))
         .map_err(|()| SymbolError::Missing)?
         .to_vec();
-    Ok(Function { offset, code, build_id: build_id(data, sections) })
+    Ok(Function {
+        offset,
+        code,
+        build_id: build_id(data, sections),
+    })
 }
 
 /// Information only, so that whatever is wrong with the notes gives none.
 fn build_id<'a, R: ReadRef<'a>>(data: R, sections: &[elf::SectionHeader64<Le>]) -> Vec<u8> {
     for section in sections {
-        let Ok(Some(mut notes)) = section.notes(Le, data) else { continue };
+        let Ok(Some(mut notes)) = section.notes(Le, data) else {
+            continue;
+        };
         while let Ok(Some(note)) = notes.next() {
             if note.name() == elf::ELF_NOTE_GNU && note.n_type(Le) == elf::NT_GNU_BUILD_ID {
                 return note.desc().to_vec();
