@@ -2,7 +2,7 @@
 //!
 //! The text comes from processes of other tenants, so only the fields that the kernel writes itself are split; the
 //! path is the rest of the line, whatever it holds (spaces, ` (deleted)`, bytes that are no UTF-8). The kernel escapes
-//! newlines alone (`\012`, fs/proc/task_mmu.c `show_map_vma`).
+//! newlines alone (`\012`, `show_map_vma` in `fs/proc/task_mmu.c`).
 
 use std::{
     borrow::Cow,

@@ -625,7 +625,7 @@ impl Inner {
             match self.set(pid, &target) {
                 Ok(link) => {
                     links.push(link);
-                    probes.push(info(target));
+                    probes.push(info(&target));
                 }
                 Err(source) => {
                     outcome = Err(AttachError::Refused {
@@ -691,13 +691,22 @@ fn set_probe(
     probe.take_link(id)
 }
 
-fn info(target: Target) -> ProbeInfo {
+fn info(target: &Target) -> ProbeInfo {
     ProbeInfo {
         path: String::from_utf8_lossy(&target.path).into_owned(),
-        build_id: target.place.build_id.iter().map(|b| format!("{b:02x}")).collect(),
+        build_id: hex(&target.place.build_id),
         offset: target.place.offset,
         kind: target.place.site.kind,
     }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use fmt::Write as _;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        // Writing to a string can't fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
 }
 
 /// A probed process. Dropping it takes the probes off, in the background.

@@ -25,21 +25,21 @@ pub enum Event<'a> {
     Exec {
         /// The process (initial PID namespace).
         pid: u32,
-        /// CLOCK_MONOTONIC in nanoseconds.
+        /// `CLOCK_MONOTONIC` in nanoseconds.
         time_ns: u64,
     },
     /// A watched process made a child process, which is to be found in /proc.
     Fork {
         /// The watched process.
         parent: u32,
-        /// CLOCK_MONOTONIC in nanoseconds.
+        /// `CLOCK_MONOTONIC` in nanoseconds.
         time_ns: u64,
     },
     /// The main thread of a watched process ended. Frames of its other threads may still follow.
     Exit {
         /// The process.
         pid: u32,
-        /// CLOCK_MONOTONIC in nanoseconds.
+        /// `CLOCK_MONOTONIC` in nanoseconds.
         time_ns: u64,
     },
 }

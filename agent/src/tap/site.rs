@@ -114,7 +114,7 @@ fn x86_64(code: &[u8]) -> Option<Site> {
         }
         let start = usize::try_from(instruction.ip()).ok()?;
         let bytes = code.get(start..start + instruction.len())?;
-        if let Some(kind) = emulated(&instruction, bytes) {
+        if let Some(kind) = emulated(bytes) {
             let site = Site {
                 offset: instruction.ip(),
                 kind,
@@ -131,16 +131,12 @@ fn x86_64(code: &[u8]) -> Option<Site> {
     None
 }
 
-/// The kernel decides by the bytes, so this does too.
-fn emulated(instruction: &Instruction, bytes: &[u8]) -> Option<SiteKind> {
+/// The kernel decides by the bytes of the instruction, so this does too.
+fn emulated(bytes: &[u8]) -> Option<SiteKind> {
     match bytes {
         [0x50..=0x57] | [0x41, 0x50..=0x57] => Some(SiteKind::Push),
         [prefixes @ .., 0x90] if prefixes.iter().all(|&b| b == 0x66) => Some(SiteKind::Nop),
-        [0xeb | 0xe8 | 0xe9 | 0x70..=0x7f, ..] | [0x0f, 0x80..=0x8f, ..]
-            if instruction.near_branch_target() != 0 || instruction.is_jcc_short_or_near() =>
-        {
-            Some(SiteKind::Branch)
-        }
+        [0xeb | 0xe8 | 0xe9 | 0x70..=0x7f, ..] | [0x0f, 0x80..=0x8f, ..] => Some(SiteKind::Branch),
         _ => None,
     }
 }
@@ -242,4 +238,118 @@ fn branches_back(code: &[u8], site: u64) -> bool {
         };
         u64::try_from((index + distance) * 4).is_ok_and(|target| (4..=site).contains(&target))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rstest::rstest;
+
+    use super::*;
+
+    fn site(offset: u64, kind: SiteKind, skipped: u8) -> Site {
+        Site {
+            offset,
+            kind,
+            skipped,
+        }
+    }
+
+    #[rstest]
+    #[case::push(&[0x55], site(0, SiteKind::Push, 0))]
+    #[case::push_r13(&[0x41, 0x55], site(0, SiteKind::Push, 0))]
+    #[case::endbr64_push(&[0xf3, 0x0f, 0x1e, 0xfa, 0x55], site(4, SiteKind::Push, 1))]
+    #[case::endbr64_push_r13(&[0xf3, 0x0f, 0x1e, 0xfa, 0x41, 0x55], site(4, SiteKind::Push, 1))]
+    #[case::sub_rsp_call(&[0x48, 0x83, 0xec, 0x18, 0xe8, 0, 1, 0, 0], site(4, SiteKind::Branch, 1))]
+    #[case::test_je(&[0x48, 0x85, 0xf6, 0x74, 0x10], site(3, SiteKind::Branch, 1))]
+    #[case::test_je_near(&[0x48, 0x85, 0xf6, 0x0f, 0x84, 0, 1, 0, 0], site(3, SiteKind::Branch, 1))]
+    #[case::jmp(&[0xeb, 0x10], site(0, SiteKind::Branch, 0))]
+    #[case::thunk(&[0xf3, 0x0f, 0x1e, 0xfa, 0xe9, 0, 1, 0, 0], site(4, SiteKind::Branch, 1))]
+    #[case::other_register_first(&[0x31, 0xc0, 0x55], site(2, SiteKind::Push, 1))]
+    #[case::nop(&[0x90], site(0, SiteKind::Nop, 0))]
+    #[case::nop_with_prefix(&[0x66, 0x90], site(0, SiteKind::Nop, 0))]
+    #[case::long_nop_is_passed_over(&[0x0f, 0x1f, 0x44, 0, 0, 0x55], site(5, SiteKind::Push, 1))]
+    #[case::pause_is_no_nop(&[0xf3, 0x90, 0x55], site(2, SiteKind::Push, 1))]
+    #[case::xchg_r8_is_no_nop(&[0x49, 0x90, 0x55], site(2, SiteKind::Push, 1))]
+    #[case::push_with_two_prefixes(&[0x66, 0x41, 0x55, 0x55], site(3, SiteKind::Push, 1))]
+    #[case::push_of_a_constant(&[0x6a, 0x01, 0x55], site(2, SiteKind::Push, 1))]
+    #[case::store_of_an_argument(&[0x48, 0x89, 0x7c, 0x24, 0xf8, 0x53], site(5, SiteKind::Push, 1))]
+    // From here on the entry is all that is left.
+    #[case::first_argument_written(&[0x48, 0x89, 0xf7, 0x55], Site::ENTRY)]
+    #[case::half_of_the_third_written(&[0x89, 0xf2, 0x55], Site::ENTRY)]
+    #[case::byte_of_the_second_written(&[0x40, 0xb6, 0x01, 0x55], Site::ENTRY)]
+    #[case::written_by_division(&[0x48, 0xf7, 0xf1, 0x55], Site::ENTRY)]
+    #[case::returns(&[0xc3], Site::ENTRY)]
+    #[case::system_call(&[0x0f, 0x05, 0x55], Site::ENTRY)]
+    #[case::indirect_jump(&[0xff, 0x25, 0, 1, 0, 0, 0x55], Site::ENTRY)]
+    #[case::branch_that_the_kernel_rejects(&[0x66, 0xe9, 0, 1, 0, 0, 0x55], Site::ENTRY)]
+    #[case::loop_over_the_site(&[0x31, 0xc0, 0x55, 0xeb, 0xfd], Site::ENTRY)]
+    #[case::loop_to_before_the_site(&[0x31, 0xc0, 0x31, 0xc9, 0x55, 0x75, 0xfb], Site::ENTRY)]
+    #[case::no_instruction(&[0x06, 0x55], Site::ENTRY)]
+    #[case::cut_short(&[0xf3, 0x0f, 0x1e], Site::ENTRY)]
+    #[case::empty(&[], Site::ENTRY)]
+    fn x86_64(#[case] code: &[u8], #[case] expected: Site) {
+        assert_eq!(choose(Arch::X86_64, code), expected);
+    }
+
+    /// A jump to the entry is a call with other arguments, and is to be seen as one.
+    #[test]
+    fn a_jump_to_the_entry_is_a_call() {
+        assert_eq!(
+            choose(Arch::X86_64, &[0x31, 0xc0, 0x55, 0xeb, 0xfb]),
+            site(2, SiteKind::Push, 1)
+        );
+    }
+
+    #[test]
+    fn the_search_ends() {
+        let mut code = [0x31, 0xc0].repeat(17);
+        code.push(0x55);
+        assert_eq!(choose(Arch::X86_64, &code), Site::ENTRY);
+    }
+
+    const NOP: u32 = 0xd503_201f;
+    const BTI_C: u32 = 0xd503_245f;
+    const PACIASP: u32 = 0xd503_233f;
+    const STP_FP_LR: u32 = 0xa9be_7bfd; // stp x29, x30, [sp, #-32]!
+    const MOV_FP_SP: u32 = 0x9100_03fd; // mov x29, sp
+    const STP_19_20: u32 = 0xa901_53f3; // stp x19, x20, [sp, #16]
+    const SUB_SP: u32 = 0xd100_83ff; // sub sp, sp, #32
+    const MOV_19_0: u32 = 0xaa00_03f3; // mov x19, x0
+    const STR_0: u32 = 0xf900_07e0; // str x0, [sp, #8]
+    const CBZ_1: u32 = 0xb400_0101; // cbz x1, +32
+    const RET: u32 = 0xd65f_03c0;
+
+    #[rstest]
+    #[case::checks_an_argument(&[CBZ_1], site(0, SiteKind::Branch, 0))]
+    #[case::hints(&[BTI_C, PACIASP, NOP, CBZ_1], site(12, SiteKind::Branch, 3))]
+    #[case::frame(&[STP_FP_LR, MOV_FP_SP, STP_19_20, MOV_19_0, 0x9400_0004], site(16, SiteKind::Branch, 4))] // bl
+    #[case::adrp(&[SUB_SP, 0x9000_0003], site(4, SiteKind::Branch, 1))] // adrp x3
+    #[case::adrp_of_an_argument(&[0x9000_0000], site(0, SiteKind::Branch, 0))] // adrp x0
+    #[case::tail_call(&[0x1400_0004], site(0, SiteKind::Branch, 0))] // b
+    #[case::test_bit(&[STR_0, 0x3600_0042], site(4, SiteKind::Branch, 1))] // tbz w2, #0
+    #[case::condition(&[0x5400_0040], site(0, SiteKind::Branch, 0))] // b.eq
+    #[case::returns(&[RET], site(0, SiteKind::Branch, 0))]
+    #[case::argument_written(&[0xaa01_03e0, CBZ_1], Site::ENTRY)] // mov x0, x1
+    #[case::argument_added_to(&[0x9100_0421, CBZ_1], Site::ENTRY)] // add x1, x1, #1
+    #[case::argument_loaded(&[0xf940_0020, CBZ_1], Site::ENTRY)] // ldr x0, [x1]
+    #[case::base_written(&[0xa8c1_7c44, CBZ_1], Site::ENTRY)] // ldp x4, xzr, [x2], #16
+    #[case::store_moves_its_base(&[0xf800_8443, CBZ_1], Site::ENTRY)] // str x3, [x2], #8
+    #[case::loop_over_the_site(&[NOP, CBZ_1, 0x17ff_ffff], Site::ENTRY)] // b -4
+    #[case::empty(&[], Site::ENTRY)]
+    fn aarch64(#[case] words: &[u32], #[case] expected: Site) {
+        let code: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+        assert_eq!(choose(Arch::Aarch64, &code), expected);
+    }
+
+    proptest! {
+        #[test]
+        fn any_code(code in proptest::collection::vec(any::<u8>(), 0..200)) {
+            for arch in [Arch::X86_64, Arch::Aarch64] {
+                let site = choose(arch, &code);
+                prop_assert!(site == Site::ENTRY || (site.offset as usize) < code.len());
+                prop_assert!(arch == Arch::X86_64 || site.offset % 4 == 0);
+            }
+        }
+    }
 }

@@ -308,3 +308,239 @@ impl<'a> ReadRef<'a> for Bounded<'a> {
         self.cache.read_bytes_at_until(range, delimiter)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{process::Command, sync::LazyLock};
+
+    use proptest::prelude::*;
+    use rstest::rstest;
+
+    use super::{
+        super::site::{self, SiteKind},
+        *,
+    };
+
+    const SOURCE: &str = r#"
+        int other(void *, void *, int);
+        __attribute__((visibility("default"))) int zmq_msg_send(void *message, void *socket, int flags) {
+            int kept[4] = {flags, flags, flags, flags};
+            other(message, kept, flags);
+            return other(socket, kept, kept[1]);
+        }
+        int longer_zmq_msg_send(void) { return 1; }
+    "#;
+    const EXECUTABLE: &str =
+        "int other(void *a, void *b, int c) { return a == b ? c : 0; } int main(void) { return 0; }";
+    const CALLER: &str =
+        "int zmq_msg_send(void *, void *, int); int call(void) { return zmq_msg_send(0, 0, 0); }";
+
+    /// Compiles C; `None`, said aloud, where there is no compiler.
+    fn compile(sources: &[&str], options: &[&str]) -> Option<(tempfile::TempDir, PathBuf)> {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("out");
+        let mut gcc = Command::new("gcc");
+        gcc.args(options).arg("-o").arg(&out);
+        for (number, source) in sources.iter().enumerate() {
+            let file = dir.path().join(format!("{number}.c"));
+            std::fs::write(&file, source).unwrap();
+            gcc.arg(file);
+        }
+        match gcc.status() {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                eprintln!("SKIPPED: no gcc here, so nothing was compiled and nothing tested");
+                None
+            }
+            status => {
+                assert!(status.unwrap().success(), "gcc {options:?}");
+                Some((dir, out))
+            }
+        }
+    }
+
+    fn find_at(path: &Path) -> Result<Function, SymbolError> {
+        find(&File::open(path).unwrap(), Arch::NATIVE, b"zmq_msg_send")
+    }
+
+    #[rstest]
+    #[case::cet("full", true)]
+    #[case::plain("none", false)]
+    #[cfg(target_arch = "x86_64")]
+    fn compiled_prologue(
+        #[case] protection: &str,
+        #[case] endbr64: bool,
+        #[values("-O0", "-O1", "-O2", "-Os")] level: &str,
+    ) {
+        let protection = format!("-fcf-protection={protection}");
+        let Some((_dir, path)) = compile(&[SOURCE], &["-shared", "-fPIC", level, &protection]) else {
+            return;
+        };
+        let function = find_at(&path).unwrap();
+        assert_eq!(function.code.starts_with(&[0xf3, 0x0f, 0x1e, 0xfa]), endbr64);
+        let site = site::choose(Arch::X86_64, &function.code);
+        assert_eq!(site.kind, SiteKind::Push);
+        // What the kernel will replace is the push itself.
+        let bytes = std::fs::read(&path).unwrap();
+        let at = usize::try_from(function.offset + site.offset).unwrap();
+        assert!(matches!(bytes[at..], [0x50..=0x57, ..] | [0x41, 0x50..=0x57, ..]));
+    }
+
+    #[rstest]
+    #[case::library(&[SOURCE], &["-shared", "-fPIC", "-O2"])]
+    #[case::stripped_library(&[SOURCE], &["-shared", "-fPIC", "-O2", "-s"])]
+    #[case::executable(&[SOURCE, EXECUTABLE], &["-O2"])]
+    #[case::static_executable(&[SOURCE, EXECUTABLE], &["-O2", "-static"])]
+    #[case::exporting_executable(&[SOURCE, EXECUTABLE], &["-O2", "-rdynamic", "-s"])]
+    fn found(#[case] sources: &[&str], #[case] options: &[&str]) {
+        let Some((_dir, path)) = compile(sources, options) else {
+            return;
+        };
+        let function = find_at(&path).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        let at = usize::try_from(function.offset).unwrap();
+        assert_eq!(&bytes[at..at + function.code.len()], &function.code[..]);
+        assert!(function.code.len() > 16);
+    }
+
+    /// The file offset of a function is not its address: they differ by the segment's.
+    #[test]
+    fn the_offset_is_that_of_the_code() {
+        let options = [
+            "-shared",
+            "-fPIC",
+            "-O2",
+            "-Wl,-Ttext-segment=0x400000",
+            "-Wl,--build-id=sha1",
+        ];
+        let Some((_dir, path)) = compile(&[SOURCE], &options) else {
+            return;
+        };
+        let function = find_at(&path).unwrap();
+        assert!(function.offset < 0x40_0000);
+        assert_eq!(function.build_id.len(), 20);
+    }
+
+    #[rstest]
+    #[case::only_called(&[CALLER], &["-shared", "-fPIC"])]
+    #[case::only_a_longer_name(&["int longer_zmq_msg_send(void) { return 1; }"], &["-shared", "-fPIC"])]
+    #[case::only_data(&["int zmq_msg_send = 1;"], &["-shared", "-fPIC"])]
+    #[case::not_exported(&[SOURCE, EXECUTABLE], &["-s"])]
+    fn not_found(#[case] sources: &[&str], #[case] options: &[&str]) {
+        let Some((_dir, path)) = compile(sources, options) else {
+            return;
+        };
+        assert!(matches!(find_at(&path), Err(SymbolError::Missing)));
+    }
+
+    #[rstest]
+    #[case::text(b"#!/bin/sh\n")]
+    #[case::empty(b"")]
+    #[case::magic_alone(b"\x7fELF")]
+    fn foreign(#[case] content: &[u8]) {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), content).unwrap();
+        assert!(matches!(find_at(file.path()), Err(SymbolError::Foreign)));
+    }
+
+    #[test]
+    fn of_another_machine() {
+        let Some((_dir, path)) = compile(&[SOURCE], &["-shared", "-fPIC"]) else {
+            return;
+        };
+        let other = if Arch::NATIVE == Arch::X86_64 {
+            Arch::Aarch64
+        } else {
+            Arch::X86_64
+        };
+        let found = find(&File::open(path).unwrap(), other, b"zmq_msg_send");
+        assert!(matches!(found, Err(SymbolError::Foreign)));
+    }
+
+    /// A header may claim sections of any size in a sparse file: no more than the budget is read.
+    #[test]
+    fn a_huge_sparse_file_is_given_up() {
+        let Some((dir, path)) = compile(&[SOURCE], &["-shared", "-fPIC", "-s"]) else {
+            return;
+        };
+        let mut bytes = std::fs::read(path).unwrap();
+        let section_headers = u64::from_le_bytes(bytes[40..48].try_into().unwrap());
+        let count = u16::from_le_bytes(bytes[60..62].try_into().unwrap());
+        for number in 0..u64::from(count) {
+            let size = usize::try_from(section_headers + number * 64 + 32).unwrap();
+            bytes[size..size + 8].copy_from_slice(&(1_u64 << 39).to_le_bytes());
+        }
+        let sparse = dir.path().join("sparse");
+        std::fs::write(&sparse, bytes).unwrap();
+        File::options()
+            .write(true)
+            .open(&sparse)
+            .unwrap()
+            .set_len(1 << 40)
+            .unwrap();
+        assert!(matches!(find_at(&sparse), Err(SymbolError::Damaged(_))));
+    }
+
+    #[test]
+    fn own_mapping_opens_the_own_file() {
+        let text = super::super::maps::read(std::process::id()).unwrap();
+        let inode = std::fs::metadata("/proc/self/exe").unwrap().ino();
+        let mapping = super::super::maps::parse(&text)
+            .find(|m| m.inode == inode)
+            .unwrap();
+        let by_path = MappedFile::open_by_path(std::process::id(), &mapping);
+        // On file systems with several devices (overlayfs, btrfs) maps and stat may name different ones: then the path
+        // is rightly refused.
+        assert!(
+            matches!(by_path, Ok(_) | Err(SymbolError::Replaced { .. })),
+            "{by_path:?}"
+        );
+        if let Ok(exact) = MappedFile::open(std::process::id(), &mapping) {
+            assert_eq!(exact.id.inode.1, inode);
+        }
+    }
+
+    #[test]
+    fn a_path_that_leads_elsewhere_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("lib.so");
+        std::fs::write(&path, b"another file").unwrap();
+        let line = format!("1000-2000 r-xp 00000000 00:00 1 {}", path.display());
+        let mapping = super::super::maps::parse(line.as_bytes()).next().unwrap();
+        let opened = MappedFile::open_by_path(std::process::id(), &mapping);
+        assert!(matches!(opened, Err(SymbolError::Replaced { .. })));
+    }
+
+    #[test]
+    fn a_device_is_not_opened() {
+        let opened = MappedFile::reopen(&locate(Path::new("/dev/null")).unwrap());
+        assert!(matches!(opened, Err(SymbolError::NotRegular)));
+    }
+
+    static LIBRARY: LazyLock<Option<Vec<u8>>> = LazyLock::new(|| {
+        compile(&[SOURCE], &["-shared", "-fPIC", "-s"]).map(|(_dir, path)| std::fs::read(path).unwrap())
+    });
+
+    proptest! {
+        #[test]
+        fn any_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            prop_assert!(find_in(&bytes[..], Arch::NATIVE, b"zmq_msg_send").is_err());
+        }
+
+        /// A library with some bytes changed and its end cut off gives an answer or an error, and no panic.
+        #[test]
+        fn damaged_library(changes in proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..30), cut in any::<prop::sample::Index>()) {
+            let Some(library) = LIBRARY.as_ref() else { return Ok(()) };
+            let mut bytes = library.clone();
+            for (index, value) in changes {
+                // Most of the file is code and padding: the headers are the part that matters.
+                let len = bytes.len();
+                let at = if value % 2 == 0 { index.index(1024) } else { len - 1 - index.index(2048) };
+                bytes[at] = value;
+            }
+            bytes.truncate(bytes.len() - cut.index(bytes.len() / 8));
+            if let Ok(function) = find_in(&bytes[..], Arch::NATIVE, b"zmq_msg_send") {
+                prop_assert!(function.code.len() as u64 <= MAX_CODE);
+            }
+        }
+    }
+}

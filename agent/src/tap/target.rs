@@ -2,7 +2,6 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    ops::Range,
     os::unix::ffi::OsStrExt,
 };
 
@@ -169,17 +168,4 @@ fn runs(mappings: &[Mapping<'_>], file: &Mapping<'_>, offset: u64) -> bool {
     mappings
         .iter()
         .any(|m| (m.device, m.inode) == (file.device, file.inode) && m.covers(offset))
-}
-
-/// The bytes of a file that a range of addresses of this process is mapped from, with the mapping's file: used to probe
-/// a function of our own.
-pub(crate) fn own(range: Range<u64>) -> std::io::Result<Option<(u64, MappedFile)>> {
-    let pid = std::process::id();
-    let text = maps::read(pid)?;
-    let Some(mapping) = maps::parse(&text).find(|m| m.start <= range.start && range.end <= m.end && m.exec)
-    else {
-        return Ok(None);
-    };
-    let file = MappedFile::open(pid, &mapping).map_err(std::io::Error::other)?;
-    Ok(Some((range.start - mapping.start + mapping.offset, file)))
 }
