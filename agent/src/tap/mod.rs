@@ -55,9 +55,9 @@ use crate::host::identity::ProcessKey;
 pub const FUNCTION: &str = "zmq_msg_send";
 
 #[cfg(target_arch = "x86_64")]
-static OBJECT: &[u8] = aya::include_bytes_aligned!("../../../agent-ebpf/prebuilt/omnitap-x86_64.o");
+static OBJECT: &[u8] = aya::include_bytes_aligned!("../../../agent-ebpf/prebuilt/omnitap-x86_64.bpf.o");
 #[cfg(target_arch = "aarch64")]
-static OBJECT: &[u8] = aya::include_bytes_aligned!("../../../agent-ebpf/prebuilt/omnitap-aarch64.o");
+static OBJECT: &[u8] = aya::include_bytes_aligned!("../../../agent-ebpf/prebuilt/omnitap-aarch64.bpf.o");
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 compile_error!("the BPF programs read the arguments of a function on x86_64 and aarch64 only");
 
