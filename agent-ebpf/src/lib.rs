@@ -24,8 +24,8 @@ pub mod program {
 
     /// Each raw tracepoint program with the tracepoint it belongs to.
     ///
-    /// Raw tracepoints need no tracefs and no field offsets, which differ between kernels (the pids of
-    /// `sched_process_fork` lie at other places in 6.18 than in 6.1).
+    /// Raw tracepoints need no tracefs and no field offsets, which differ between kernels (the pids
+    /// of `sched_process_fork` lie at other places in 6.18 than in 6.1).
     pub const TRACEPOINTS: [(&str, &str); 3] = [
         (PROCESS_EXEC, "sched_process_exec"),
         (PROCESS_FORK, "task_newtask"),
@@ -92,9 +92,9 @@ pub struct Config {
     /// A longer frame gives its last `min(capture_limit / 4, TAIL_MAX)` bytes as tail, and as many of its first
     /// bytes as the rest of the limit allows.
     pub capture_limit: u32,
-    /// When the reader is woken: 0 leaves it to the kernel, which wakes a reader that had caught up (each
-    /// wake-up costs the sender about a microsecond); otherwise at this many unread bytes in the ring, and the
-    /// reader looks by itself on a timer. Keep it well below the size of the ring.
+    /// When the reader is woken. 0 leaves it to the kernel, which wakes a reader that had caught up, at the
+    /// sender's cost. Otherwise at this many unread bytes in the ring, and the reader looks by itself on a
+    /// timer. Keep it well below the size of the ring.
     pub wakeup_bytes: u32,
 }
 
@@ -106,9 +106,11 @@ impl Config {
             capture_limit,
             wakeup_bytes,
         } = self;
-        let [a, b, c, d] = capture_limit.to_ne_bytes();
-        let [e, f, g, h] = wakeup_bytes.to_ne_bytes();
-        [a, b, c, d, e, f, g, h]
+        let mut bytes = [0; size_of::<Self>()];
+        let (limit, wakeup) = bytes.split_at_mut(offset_of!(Self, wakeup_bytes));
+        limit.copy_from_slice(&capture_limit.to_ne_bytes());
+        wakeup.copy_from_slice(&wakeup_bytes.to_ne_bytes());
+        bytes
     }
 }
 
