@@ -1,8 +1,9 @@
-//! Reads the Prometheus text format (0.0.4), of the servers and of the agent alike.
+//! A scrape as families of children, so that two scrapes can be subtracted and compared.
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
+use omnitap_tests::scrape::{Scrape, Series};
 
 /// Labels of a child, without `le`.
 pub(crate) type Labels = BTreeMap<String, String>;
@@ -25,6 +26,17 @@ pub(crate) enum Kind {
     Histogram,
     /// `untyped`, `summary`, `info`: kept, never compared.
     Other,
+}
+
+impl Kind {
+    fn named(name: &str) -> Self {
+        match name {
+            "counter" => Self::Counter,
+            "gauge" => Self::Gauge,
+            "histogram" => Self::Histogram,
+            _ => Self::Other,
+        }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -78,81 +90,51 @@ impl Histogram {
 }
 
 impl Exposition {
-    /// Parses a scrape. An error names the line.
+    /// Parses a scrape and puts the lines of a histogram together.
     pub(crate) fn parse(text: &str) -> Result<Self> {
-        let mut families = Self::default();
-        for (at, line) in text.lines().enumerate() {
-            families
-                .line(line)
-                .with_context(|| format!("line {}: {line}", at + 1))?;
-        }
-        Ok(families)
-    }
-
-    fn line(&mut self, line: &str) -> Result<()> {
-        if let Some(comment) = line.strip_prefix('#') {
-            let mut words = comment.split_whitespace();
-            if words.next() == Some("TYPE") {
-                let name = words.next().context("TYPE without a name")?;
-                let kind = match words.next().context("TYPE without a type")? {
-                    "counter" => Kind::Counter,
-                    "gauge" => Kind::Gauge,
-                    "histogram" => Kind::Histogram,
-                    _ => Kind::Other,
-                };
-                let family = Family {
-                    kind,
+        let scrape = Scrape::parse(text)?;
+        let mut families: BTreeMap<String, Family> = scrape
+            .types
+            .into_iter()
+            .map(|(name, kind)| (name, Family { kind: Kind::named(&kind), children: BTreeMap::new() }))
+            .collect();
+        for (series, value) in scrape.samples {
+            let Series { name, mut labels } = series;
+            let part = ["_bucket", "_sum", "_count"].into_iter().find_map(|part| {
+                let family = name.strip_suffix(part)?;
+                (families.get(family)?.kind == Kind::Histogram).then_some((family, part))
+            });
+            let Some((family, part)) = part else {
+                let family = families.entry(name).or_insert_with(|| Family {
+                    kind: Kind::Other,
                     children: BTreeMap::new(),
-                };
-                ensure!(
-                    self.0.insert(name.to_owned(), family).is_none(),
-                    "the family {name} stands twice"
-                );
-            }
-            return Ok(());
-        }
-        if line.trim().is_empty() {
-            return Ok(());
-        }
-        let (name, mut labels, value) = sample(line)?;
-        if let Some((family, part)) = self.histogram_of(name) {
+                });
+                family.children.insert(labels, Value::Number(value));
+                continue;
+            };
             let le = labels.remove("le");
-            let child = family
-                .children
-                .entry(labels)
-                .or_insert_with(|| Value::Histogram(Histogram::default()));
-            let Value::Histogram(histogram) = child else {
-                bail!("{name} is no histogram");
+            let children = families.get_mut(family).map(|f| &mut f.children);
+            let child = children.context("no family")?.entry(labels);
+            let Value::Histogram(histogram) = child.or_insert_with(|| Value::Histogram(Histogram::default()))
+            else {
+                bail!("{family} is a histogram and something else");
             };
             match part {
                 "_sum" => histogram.sum = value,
                 "_count" => histogram.count = value,
-                _ => histogram
-                    .buckets
-                    .push((number(&le.context("a bucket without le")?)?, value)),
+                _ => {
+                    let le = le.with_context(|| format!("{name} without le"))?;
+                    let le = if le == "+Inf" { f64::INFINITY } else { le.parse()? };
+                    histogram.buckets.push((le, value));
+                }
             }
-            return Ok(());
         }
-        let family = self.0.entry(name.to_owned()).or_insert_with(|| Family {
-            kind: Kind::Other,
-            children: BTreeMap::new(),
-        });
-        ensure!(
-            family.children.insert(labels, Value::Number(value)).is_none(),
-            "the child stands twice"
-        );
-        Ok(())
-    }
-
-    fn histogram_of<'a>(&mut self, name: &'a str) -> Option<(&mut Family, &'a str)> {
-        let at = ["_bucket", "_sum", "_count"]
-            .iter()
-            .find_map(|part| name.strip_suffix(part).map(str::len))?;
-        let (family, part) = name.split_at_checked(at)?;
-        self.0
-            .get_mut(family)
-            .filter(|f| f.kind == Kind::Histogram)
-            .map(|f| (f, part))
+        for value in families.values_mut().flat_map(|f| f.children.values_mut()) {
+            if let Value::Histogram(histogram) = value {
+                histogram.buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
+            }
+        }
+        Ok(Self(families))
     }
 
     /// What was added since `before`: counters and histograms as differences, gauges as they are now.
@@ -203,63 +185,8 @@ impl Exposition {
     }
 }
 
-fn number(text: &str) -> Result<f64> {
-    match text {
-        "+Inf" => Ok(f64::INFINITY),
-        "-Inf" => Ok(f64::NEG_INFINITY),
-        _ => text.parse().with_context(|| format!("{text} is no number")),
-    }
-}
-
-/// `name{a="b",c="d"} value [timestamp]`.
-fn sample(line: &str) -> Result<(&str, Labels, f64)> {
-    let end = line
-        .find(|c: char| c == '{' || c.is_whitespace())
-        .context("a sample without a value")?;
-    let (name, mut rest) = line.split_at(end);
-    let mut labels = Labels::new();
-    if let Some(inside) = rest.strip_prefix('{') {
-        rest = inside;
-        loop {
-            rest = rest.trim_start_matches([',', ' ']);
-            if let Some(after) = rest.strip_prefix('}') {
-                rest = after;
-                break;
-            }
-            let (label, after) = rest.split_once("=\"").context("a label without a value")?;
-            let (value, after) = quoted(after)?;
-            labels.insert(label.to_owned(), value);
-            rest = after;
-        }
-    }
-    let value = rest
-        .split_whitespace()
-        .next()
-        .context("a sample without a value")?;
-    Ok((name, labels, number(value)?))
-}
-
-/// A label's value up to its closing quote, and what follows.
-fn quoted(text: &str) -> Result<(String, &str)> {
-    let mut value = String::new();
-    let mut chars = text.char_indices();
-    while let Some((at, c)) = chars.next() {
-        match c {
-            '"' => return Ok((value, text.get(at + 1..).unwrap_or_default())),
-            '\\' => match chars.next().context("a label that ends in a backslash")?.1 {
-                'n' => value.push('\n'),
-                other => value.push(other),
-            },
-            other => value.push(other),
-        }
-    }
-    bail!("a label without its closing quote")
-}
-
 #[cfg(test)]
 mod tests {
-    use rstest::rstest;
-
     use super::*;
 
     const TEXT: &str = r#"# HELP vllm:prompt_tokens_total Prompt tokens.
@@ -327,14 +254,8 @@ up 1
         );
     }
 
-    #[rstest]
-    #[case::no_value("a{b=\"c\"}")]
-    #[case::open_quote("a{b=\"c} 1")]
-    #[case::no_number("a one")]
-    #[case::same_child_twice("a 1\na 2")]
-    #[case::same_family_twice("# TYPE a counter\n# TYPE a counter")]
-    #[case::bucket_without_le("# TYPE a histogram\na_bucket 1")]
-    fn refuses(#[case] text: &str) {
-        assert!(Exposition::parse(text).is_err());
+    #[test]
+    fn a_bucket_without_its_bound_is_an_error() {
+        assert!(Exposition::parse("# TYPE a histogram\na_bucket 1").is_err());
     }
 }
