@@ -38,7 +38,7 @@ pub(crate) enum Part {
     /// A histogram's number of samples.
     Count,
     Sum,
-    /// A bucket, by its upper bound in the row's text.
+    /// A bucket; the deviation has its bound.
     Bucket,
 }
 
@@ -243,7 +243,8 @@ fn equal(a: f64, b: f64) -> bool {
     (a - b).abs() <= ROUNDING * a.abs().max(b.abs()).max(1e-3)
 }
 
-/// The table of differences that are meant: tab-separated case, family, parts, reason.
+/// The table of differences that are meant: tab-separated case, family, parts, reason. `stale` as the parts is a
+/// gauge of which the server keeps an old value at rest, while the agent has 0.
 #[derive(Debug)]
 pub(crate) struct Parity {
     rows: Vec<Row>,
@@ -253,6 +254,8 @@ pub(crate) struct Parity {
 struct Row {
     family: String,
     parts: Vec<Part>,
+    /// The server may keep an old value at rest; the agent has 0 then.
+    stale: bool,
     reason: String,
 }
 
@@ -271,7 +274,9 @@ impl Parity {
                 };
                 ensure!(is_ours(family), "{family} is no family of ours");
                 ensure!(!reason.trim().is_empty(), "no reason");
+                let stale = parts == "stale";
                 let parts = match parts {
+                    "stale" => vec![Part::Child, Part::Value],
                     "*" => vec![Part::Child, Part::Value, Part::Count, Part::Sum, Part::Bucket],
                     parts => parts
                         .split(',')
@@ -281,6 +286,7 @@ impl Parity {
                 let row = Row {
                     family: family.to_owned(),
                     parts,
+                    stale,
                     reason: reason.to_owned(),
                 };
                 Ok((cases.to_owned(), row))
@@ -315,7 +321,7 @@ impl Row {
             Some(start) => deviation.family.starts_with(start),
             None => deviation.family == self.family,
         };
-        named && self.parts.contains(&deviation.part)
+        named && self.parts.contains(&deviation.part) && (!self.stale || is_zero(deviation.agent))
     }
 }
 
@@ -449,6 +455,18 @@ mod tests {
         assert_eq!(report.unused, ["vllm:gone"]);
         let elsewhere = compare(&server, &agent, &Parity::parse(table, "vllm").unwrap());
         assert_eq!(elsewhere.unexplained().count(), 2);
+    }
+
+    #[rstest]
+    #[case::the_agent_at_rest("0", 0)]
+    #[case::the_agent_stale_too("1", 1)]
+    fn a_stale_gauge_is_the_servers_alone(#[case] agent: &str, #[case] unexplained: usize) {
+        let table = Parity::parse("omni\tvllm:running\tstale\tkeeps the last snapshot", "omni").unwrap();
+        let page = |value: &str| page("gauge", "vllm:running", &format!("vllm:running {value}"));
+        assert_eq!(
+            compare(&page("4"), &page(agent), &table).unexplained().count(),
+            unexplained
+        );
     }
 
     #[rstest]

@@ -96,7 +96,15 @@ impl Exposition {
         let mut families: BTreeMap<String, Family> = scrape
             .types
             .into_iter()
-            .map(|(name, kind)| (name, Family { kind: Kind::named(&kind), children: BTreeMap::new() }))
+            .map(|(name, kind)| {
+                (
+                    name,
+                    Family {
+                        kind: Kind::named(&kind),
+                        children: BTreeMap::new(),
+                    },
+                )
+            })
             .collect();
         for (series, value) in scrape.samples {
             let Series { name, mut labels } = series;

@@ -81,6 +81,8 @@ pub(crate) struct Outcome {
     pub(crate) first_packet: Option<f64>,
     pub(crate) finish: Vec<String>,
     pub(crate) prompt_tokens: Option<u64>,
+    /// Length of the text to speak; the tiny model has one token a byte.
+    pub(crate) text: usize,
     pub(crate) output_tokens: Option<u64>,
     /// Audio frames received.
     pub(crate) frames: usize,
@@ -242,6 +244,7 @@ fn one(port: u16, request: &Request) -> Result<Outcome> {
         first_packet: None,
         finish: Vec::new(),
         prompt_tokens: None,
+        text: request.body["input"].as_str().map_or(0, str::len),
         output_tokens: None,
         frames: 0,
     };

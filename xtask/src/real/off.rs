@@ -4,16 +4,16 @@ use std::{collections::BTreeSet, fs, path::Path};
 
 use anyhow::Result;
 
-use super::{
-    exposition::Exposition,
-    load::{Form, Outcome},
-};
+use super::{exposition::Exposition, load::Outcome};
 
 /// Clock differences that a client's view may have: HTTP on both ends, and a busy machine.
 const SECONDS: f64 = 0.020;
 const PART: f64 = 0.05;
 /// The stage that makes the sound.
 const LAST: (&str, &str) = ("stage", "1");
+
+/// What the tiny Audex speaks in, in samples a second.
+const SAMPLE_RATE: f64 = 16000.0;
 
 /// One thing that the client knows and the agent must say.
 struct Check {
@@ -53,24 +53,28 @@ pub(crate) fn check(outcomes: &[Outcome], agent: &Exposition) -> bool {
 #[expect(clippy::cast_precision_loss, reason = "counts of a test run")]
 fn checks(outcomes: &[Outcome], agent: &Exposition) -> Vec<Check> {
     let whole: Vec<&Outcome> = outcomes.iter().filter(|o| !o.left).collect();
-    let streamed = whole.iter().filter(|o| o.form.streams()).count() as f64;
-    let first: f64 = whole.iter().filter_map(|o| o.first_packet).sum();
+    // Also of streams that the client left later.
+    let firsts: Vec<f64> = outcomes.iter().filter_map(|o| o.first_packet).collect();
+    let (streamed, first) = (firsts.len() as f64, firsts.iter().sum());
     let count = whole.len() as f64;
     let seconds: f64 = whole.iter().map(|o| o.seconds).sum();
     let frames: usize = whole.iter().map(|o| o.frames).sum();
     let near = |sum: f64, n: f64| (sum * PART).max(SECONDS * n);
+    // All children of a family but those of aborts.
+    let well = |family: &str, labels: &[(&str, &str)]| {
+        let aborts: Vec<_> = labels
+            .iter()
+            .copied()
+            .chain([("finished_reason", "abort")])
+            .collect();
+        let aborted = agent.total(family, &aborts).unwrap_or_default();
+        agent.total(family, labels).map(|all| all - aborted)
+    };
     let mut checks = vec![
         Check {
             what: "requests that ended well (requests_success_total, no abort)",
             want: count,
-            have: agent.total("vllm_omni:requests_success_total", &[]).map(|all| {
-                all - agent
-                    .total(
-                        "vllm_omni:requests_success_total",
-                        &[("finished_reason", "abort")],
-                    )
-                    .unwrap_or(0.0)
-            }),
+            have: well("vllm_omni:requests_success_total", &[]),
             within: 0.0,
         },
         Check {
@@ -94,14 +98,7 @@ fn checks(outcomes: &[Outcome], agent: &Exposition) -> Vec<Check> {
         Check {
             what: "finished requests of the last stage (vllm:request_success_total)",
             want: count,
-            have: agent.total("vllm:request_success_total", &[LAST]).map(|all| {
-                all - agent
-                    .total(
-                        "vllm:request_success_total",
-                        &[LAST, ("finished_reason", "abort")],
-                    )
-                    .unwrap_or(0.0)
-            }),
+            have: well("vllm:request_success_total", &[LAST]),
             within: 0.0,
         },
         Check {
@@ -113,30 +110,41 @@ fn checks(outcomes: &[Outcome], agent: &Exposition) -> Vec<Check> {
             within: 0.5,
         },
         Check {
+            what: "audio_ttfp_s count",
+            want: streamed,
+            have: agent.total("vllm_omni:audio_ttfp_s", &[LAST]),
+            within: 0.0,
+        },
+        Check {
             what: "audio_ttfp_s sum",
             want: first,
             have: agent.sum("vllm_omni:audio_ttfp_s", &[LAST]),
             within: near(first, streamed),
         },
     ];
-    let tokens: Option<u64> = whole
-        .iter()
-        .filter(|o| o.form == Form::SpeechEvents)
-        .map(|o| o.prompt_tokens)
-        .sum();
-    if let Some(tokens) = tokens {
+    // Only server-sent events tell token counts; the tiny model always speaks to the limit.
+    let told: BTreeSet<u64> = whole.iter().filter_map(|o| o.output_tokens).collect();
+    if let (1, Some(tokens)) = (told.len(), told.first()) {
         checks.push(Check {
-            what: "prompt tokens of requests whose answer tells",
-            want: tokens as f64,
-            have: agent.total("vllm_omni:prompt_tokens_total", &[]),
+            what: "generation_tokens_total",
+            want: *tokens as f64 * count,
+            have: agent.total("vllm_omni:generation_tokens_total", &[]),
             within: 0.0,
         });
     }
+    // Each prompt is a text, a token a byte, in a frame that is the same for all.
+    let texts: usize = whole.iter().map(|o| o.text).sum();
+    let frame = agent
+        .total("vllm_omni:prompt_tokens_total", &[])
+        .map(|tokens| (tokens - texts as f64) / count);
+    checks.push(Check {
+        what: "prompt tokens a request beyond its text: a whole number",
+        want: frame.map_or(0.0, f64::round),
+        have: frame.filter(|f| *f > 0.0),
+        within: 1e-9,
+    });
     checks
 }
-
-/// What the tiny Audex speaks in.
-const SAMPLE_RATE: f64 = 16000.0;
 
 /// Prints the families that the agent had in the last run with statistics on and has not now.
 pub(crate) fn cannot_be_had(agent: &Exposition, folder: &Path) -> Result<()> {
