@@ -204,7 +204,10 @@ class Orchestrator:
         self.turn[stage] += 1
         client, rank = self.engines[(stage, replica)]
         max_tokens = self.scenario.phases[phase].requests[index].max_tokens
-        params = wire.SamplingParams(temperature=0.8, seed=0, max_tokens=max_tokens, logprobs=work.logprobs)
+        kind = wire.OutputKind.DELTA if request.stream else wire.OutputKind.FINAL_ONLY
+        params = wire.SamplingParams(
+            temperature=0.8, seed=0, max_tokens=max_tokens, logprobs=work.logprobs, output_kind=kind
+        )
         arrival = request.arrival if stage == 0 else time.time()
         kind = wire.OmniRequest if self.omni else wire.Request
         add = kind(request.id, list(range(work.prompt)), None, params, None, arrival)
@@ -227,7 +230,7 @@ class Orchestrator:
         plan = self.scenario.phases[phase].requests[index]
         self.number += 1
         name = sc.external_id(plan.prefix, phase, index, self.number)
-        request = truth.Request(f"{name}-{random.getrandbits(32):08x}", time.time(), {})
+        request = truth.Request(f"{name}-{random.getrandbits(32):08x}", time.time(), {}, plan.stream)
         self.requests[request.id] = request
         stages = len(self.scenario.stages) if self.scenario.forward == "prewarm" else 1
         for stage in range(stages):

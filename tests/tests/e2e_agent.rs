@@ -56,8 +56,11 @@ fn mixture() -> Value {
         &json!({"chunks": [{"frames": 2400, "steps": 200}]}),
     );
     aborted_in_stage_1["abort_after"] = json!(1.0);
+    let mut whole = request(0.2, 1, &plain_talk(6), &plain_speak());
+    whole["stream"] = json!(false);
     json!([{"requests": [
         request(0.0, 6, &plain_talk(12), &plain_speak()),
+        whole,
         // More at once than the stage takes: some wait.
         {"at": 0.1, "repeat": 6, "stages": [plain_talk(8), plain_speak()]},
         aborted,
