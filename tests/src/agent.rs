@@ -59,10 +59,15 @@ impl Agent {
         Self::start_as("run", flags)
     }
 
-    /// Starts a subcommand that serves, `run` or `record FILE`.
+    /// Starts a subcommand that serves, `run` or `record FILE`, on a free port.
     pub fn start_as(subcommand: &str, flags: &[&str]) -> Result<Self> {
-        let dir = tempfile::tempdir()?;
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+        Self::start_on(port, subcommand, flags)
+    }
+
+    /// Starts a subcommand that serves, on this port.
+    pub fn start_on(port: u16, subcommand: &str, flags: &[&str]) -> Result<Self> {
+        let dir = tempfile::tempdir()?;
         let child = Command::new(binary()?)
             .arg(subcommand)
             .args(["--web.listen-address", &format!("127.0.0.1:{port}")])
@@ -87,6 +92,12 @@ impl Agent {
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Where it serves.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
     }
 
     /// What it has logged.

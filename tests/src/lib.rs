@@ -13,6 +13,7 @@ use anyhow::{Context, Result, ensure};
 
 pub mod agent;
 pub mod pipeline;
+pub mod probed;
 pub mod scrape;
 pub mod truth;
 

@@ -32,6 +32,8 @@ pub struct Options {
     pub omni: bool,
     /// Further flags.
     pub flags: Vec<String>,
+    /// Write down what an observer should say: without end for an endless scenario.
+    pub truth: bool,
 }
 
 impl Options {
@@ -43,6 +45,7 @@ impl Options {
             served: format!("{name}-served"),
             omni: true,
             flags: Vec::new(),
+            truth: true,
         }
     }
 
@@ -91,11 +94,12 @@ impl Pipeline {
             .args(&options.flags)
             .arg("--scenario")
             .arg(&path)
-            .arg("--truth")
-            .arg(dir.path().join("truth.jsonl"))
             .arg("--control")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
+        if options.truth {
+            command.arg("--truth").arg(dir.path().join("truth.jsonl"));
+        }
         let mut child = command.spawn().context("cannot start the pipeline")?;
         let (sender, events) = mpsc::channel();
         let stdout = child.stdout.take().context("no output")?;

@@ -42,6 +42,17 @@ pub enum Expected {
     },
 }
 
+impl Expected {
+    /// Number of observations, or the counter's value.
+    #[must_use]
+    pub fn count(&self) -> f64 {
+        match *self {
+            Self::Counter(value) => value,
+            Self::Histogram { count, .. } => count,
+        }
+    }
+}
+
 impl Truth {
     /// Reads the pipeline's files; adds `model_name`.
     pub(crate) fn read(options: &Options, paths: &[PathBuf]) -> Result<Self> {
