@@ -30,7 +30,7 @@ use omnitap_ebpf::{Config, watch};
 const ROUNDS: usize = 5;
 /// Calls between two looks into the ring, which must hold what they leave there.
 const BATCH: u64 = 4000;
-const BATCHES: u64 = 10;
+const BATCHES: u64 = 15;
 const SIZES: [(&str, usize); 3] = [
     ("dropped_1_byte", 1),
     ("captured_64_byte", 64),
@@ -86,25 +86,27 @@ fn measure(size: usize) -> [f64; 3] {
         );
     }
     sender.finish();
-    rounds.map(|mut r| {
-        r.sort_by(f64::total_cmp);
-        r[r.len() / 2]
-    })
+    rounds.map(median)
 }
 
+/// The median batch: other work on the machine disturbs some of them.
 fn time(sender: &mut Sender, mut tap: Option<&mut Tap>) -> f64 {
     sender.time(BATCH);
-    let mut total = 0;
-    for _ in 0..BATCHES {
+    let batches = (0..BATCHES).map(|_| {
         if let Some(tap) = &mut tap {
             tap.drain();
             tap.frames.clear();
         }
-        total += sender.time(BATCH);
-    }
-    #[expect(clippy::cast_precision_loss, reason = "far below 2^53 nanoseconds")]
-    let ns = total as f64 / (BATCH * BATCHES) as f64;
-    ns
+        #[expect(clippy::cast_precision_loss, reason = "far below 2^53 nanoseconds")]
+        let ns = sender.time(BATCH) as f64 / BATCH as f64;
+        ns
+    });
+    median(batches.collect())
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
 }
 
 /// Keeps the sender on the last CPU, away from this process's own work.
