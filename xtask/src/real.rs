@@ -20,7 +20,7 @@ use clap::ValueEnum;
 
 use self::{
     agent::Agent,
-    compare::{Parity, Report},
+    compare::{Parity, Report, engines_as_replicas},
     exposition::Exposition,
     kit::{Kind, Kit},
     load::Outcome,
@@ -234,7 +234,7 @@ fn attended(case: Case, args: &Args, agent: Option<&Path>, server: &Server, fold
     }
     let server_added = Exposition::parse(&server_after)?.since(&Exposition::parse(&server_before)?);
     Ok(Run {
-        server: (case != Case::OmniOff).then_some(server_added),
+        server: (case != Case::OmniOff).then(|| engines_as_replicas(server_added)),
         agent: agent_added,
         outcomes,
     })

@@ -376,7 +376,8 @@ impl Tap {
     /// the latter, the tap works without them ([`Tap::missing_tracepoints`]): processes are then found by scans of
     /// /proc alone.
     ///
-    /// Needs `CAP_BPF` and `CAP_PERFMON`, or `CAP_SYS_ADMIN`, and Linux 5.8.
+    /// Needs `CAP_BPF` and `CAP_PERFMON`, or `CAP_SYS_ADMIN`, and Linux 5.8. Setting probes needs `CAP_SYS_ADMIN` on kernels
+    /// of mid-2025 and later.
     pub fn load(settings: &Settings) -> Result<(Self, Reader), TapError> {
         let ring_bytes = settings
             .ring_bytes

@@ -121,11 +121,7 @@ pub(crate) fn compare(server: &Exposition, agent: &Exposition, parity: &Parity) 
 }
 
 fn compare_family(name: &str, server: &Family, agent: &BTreeMap<Labels, Value>, report: &mut Report) {
-    let server: BTreeMap<Labels, &Value> = server
-        .children
-        .iter()
-        .map(|(labels, value)| (as_a_stage(labels), value))
-        .collect();
+    let server = &server.children;
     let Report {
         compared,
         sums,
@@ -144,7 +140,7 @@ fn compare_family(name: &str, server: &Family, agent: &BTreeMap<Labels, Value>, 
         });
     };
     for (labels, theirs) in agent {
-        let have = server.get(labels).map_or(0.0, |v| v.size());
+        let have = server.get(labels).map_or(0.0, Value::size);
         if is_zero(have) && !is_zero(theirs.size()) {
             deviate(labels, Part::Child, None, have, theirs.size());
         }
@@ -154,16 +150,16 @@ fn compare_family(name: &str, server: &Family, agent: &BTreeMap<Labels, Value>, 
             continue;
         }
         *compared += 1;
-        match (ours, agent.get(&labels)) {
+        match (ours, agent.get(labels)) {
             (Value::Number(ours), Some(Value::Number(theirs))) => {
                 if !equal(*ours, *theirs) {
-                    deviate(&labels, Part::Value, None, *ours, *theirs);
+                    deviate(labels, Part::Value, None, *ours, *theirs);
                 }
             }
             (Value::Histogram(ours), Some(Value::Histogram(theirs))) => {
                 let stamped = STAMPED_BY_THE_API.contains(&name);
                 if !equal(ours.count, theirs.count) {
-                    deviate(&labels, Part::Count, None, ours.count, theirs.count);
+                    deviate(labels, Part::Count, None, ours.count, theirs.count);
                 }
                 let bound = if stamped {
                     (ours.sum * PART).max(SECONDS * ours.count)
@@ -171,7 +167,7 @@ fn compare_family(name: &str, server: &Family, agent: &BTreeMap<Labels, Value>, 
                     0.0
                 };
                 if !equal(ours.sum, theirs.sum) && (ours.sum - theirs.sum).abs() > bound {
-                    deviate(&labels, Part::Sum, None, ours.sum, theirs.sum);
+                    deviate(labels, Part::Sum, None, ours.sum, theirs.sum);
                 }
                 if stamped {
                     sums.push(TimeSum {
@@ -183,7 +179,7 @@ fn compare_family(name: &str, server: &Family, agent: &BTreeMap<Labels, Value>, 
                     });
                 }
                 if let Some((le, server, agent)) = bucket_apart(ours, theirs, stamped) {
-                    deviate(&labels, Part::Bucket, Some(le), server, agent);
+                    deviate(labels, Part::Bucket, Some(le), server, agent);
                 }
             }
             (ours, theirs) => {
@@ -200,13 +196,17 @@ fn compare_family(name: &str, server: &Family, agent: &BTreeMap<Labels, Value>, 
 }
 
 /// Plain vLLM numbers its engines; the agent calls them replicas of stage 0.
-fn as_a_stage(labels: &Labels) -> Labels {
-    let mut labels = labels.clone();
-    if let Some(engine) = labels.remove("engine") {
-        labels.insert("stage".to_owned(), "0".to_owned());
-        labels.insert("replica".to_owned(), engine);
+pub(crate) fn engines_as_replicas(mut page: Exposition) -> Exposition {
+    for family in page.0.values_mut() {
+        for (mut labels, value) in std::mem::take(&mut family.children) {
+            if let Some(engine) = labels.remove("engine") {
+                labels.insert("stage".to_owned(), "0".to_owned());
+                labels.insert("replica".to_owned(), engine);
+            }
+            family.children.insert(labels, value);
+        }
     }
-    labels
+    page
 }
 
 /// The first common bound at which the two differ by more than they may: not at all, or, for stamps of the API
@@ -371,7 +371,7 @@ mod tests {
             "vllm:n_total",
             "vllm:n_total{model_name=\"m\",replica=\"1\",stage=\"0\"} 2",
         );
-        let report = compare(&server, &agent, &NOTHING);
+        let report = compare(&engines_as_replicas(server), &agent, &NOTHING);
         assert_eq!(
             (report.compared, report.families, report.deviations),
             (1, 1, vec![])

@@ -125,6 +125,10 @@ fn text_request(i: usize) -> Request {
     match i % 6 {
         // Two answers to one question are two engine requests.
         1 if i % 12 == 7 => body["n"] = json!(2),
+        // The engine stops by itself ...
+        2 => body["stop_token_ids"] = json!((100..200).collect::<Vec<_>>()),
+        // ... or the API process finds a text and aborts the engine's request.
+        3 => body["stop"] = json!(["a", "e", "i", "o", "u", "0", "1", "2", "3", "4"]),
         5 => {
             body["max_tokens"] = json!(150);
             body["ignore_eos"] = json!(true);
@@ -173,6 +177,24 @@ fn speech_request(i: usize) -> Request {
         }
     });
     Request { form, body, leave }
+}
+
+/// The same speech request so many times, answered whole.
+pub(crate) fn same_speech(count: usize) -> Vec<Request> {
+    let body = json!({
+        "model": "audex",
+        "voice": "default",
+        "input": "The same sentence each time.",
+        "response_format": "wav",
+    });
+    vec![
+        Request {
+            form: Form::Speech,
+            body,
+            leave: None
+        };
+        count
+    ]
 }
 
 /// Sends the first third one after another and the rest four at once. An answer that is not 200 is an error.
