@@ -443,7 +443,10 @@ fn full_ring_shows_what_was_lost() -> Result<()> {
         assert_eq!(received + lost, sent, "{received} received and {lost} lost");
     } else {
         // Frames of somebody else's pipeline on this machine are among them.
-        assert!(received + lost >= sent, "{received} received and {lost} lost of {sent}");
+        assert!(
+            received + lost >= sent,
+            "{received} received and {lost} lost of {sent}"
+        );
     }
     Ok(())
 }
