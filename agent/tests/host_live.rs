@@ -3,6 +3,11 @@
 //! `OMNITAP_TEST_PYTHON` names a Python that has setproctitle and pyzmq, else `target/venv/bin/python` is taken.
 //! Without one the tests say so and do nothing.
 
+#![expect(
+    clippy::unwrap_used,
+    reason = "a failed unwrap is a failed test, in helpers as well"
+)]
+
 use std::{
     fs,
     io::{BufRead, BufReader, Write},
@@ -216,6 +221,24 @@ fn a_pipeline_starts_restarts_a_stage_and_ends() {
 }
 
 #[test]
+fn a_report_of_an_end_comes_while_the_process_still_dies() {
+    let Some(python) = python() else { return };
+    let tree = Tree::start(&python, &[], &["serve", "org/m"]);
+    let root = tree.pid();
+    let mut host = Host::new(Settings {
+        scan_interval: Duration::from_millis(200),
+        ..Settings::default()
+    });
+    scan_until(&mut host, |host| role(host, root).is_some());
+    let key = process(&host, root).unwrap().key;
+    assert_eq!(host.gone(root).first(), Some(&Change::ProcessGone(key)));
+    host.scan().unwrap();
+    assert_eq!(role(&host, root), None);
+    // A report that was wrong does no lasting harm.
+    scan_until(&mut host, |host| role(host, root).is_some());
+}
+
+#[test]
 fn an_agent_that_starts_late_finds_everything_in_one_scan() {
     let Some(python) = python() else { return };
     let mut tree = Tree::start(&python, &[], &["serve", "org/m", "--max-model-len", "4K"]);
@@ -244,14 +267,14 @@ fn an_agent_that_starts_late_finds_everything_in_one_scan() {
 #[test]
 fn a_shell_that_becomes_a_server_is_found_by_its_event() {
     let Some(python) = python() else { return };
+    let dir = TempDir::new().unwrap();
+    let script = dir.path().join("vllm");
+    fs::write(&script, "import sys; sys.stdin.read()").unwrap();
     let mut tree = Tree::start(&python, &[], &["idle"]);
     let root = tree.pid();
     let mut host = Host::new(Settings::default());
     host.scan().unwrap();
     assert_eq!(role(&host, root), None);
-    let dir = TempDir::new().unwrap();
-    let script = dir.path().join("vllm");
-    fs::write(&script, "import sys; sys.stdin.read()").unwrap();
     tree.tell(&format!("exec {} serve m", script.display()));
     while role(&host, root).is_none() {
         // As the exec tracepoint would, at some moment around the exec.

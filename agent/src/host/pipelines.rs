@@ -232,10 +232,9 @@ impl Table {
             for (seen, role) in members {
                 let key = seen.sighting.key;
                 let was = self.processes.get(&key);
-                let container = match was {
-                    Some(was) => was.container.clone(),
-                    None => evidence.container(key),
-                };
+                // A first look may come too early, or fail: one without a container is asked again.
+                let container = was.and_then(|was| was.container.clone());
+                let container = container.or_else(|| if seen.fresh { evidence.container(key) } else { None });
                 let process = Process {
                     key,
                     parent: seen.sighting.parent,
@@ -533,7 +532,10 @@ impl<E: Evidence> Round<'_, E> {
             return Place::In(role, id);
         }
         match above {
-            Some((_, Role::ApiServer | Role::ApiWorker { .. } | Role::Headless, id)) if !ranked => {
+            // Workers in processes of their own are children of the stage, or have ranks.
+            Some((pid, Role::ApiServer | Role::ApiWorker { .. } | Role::Headless, id))
+                if !ranked && pid == seen.sighting.parent =>
+            {
                 Place::In(STAGE, id)
             }
             Some((_, _, id)) => Place::In(Role::Worker, id),
@@ -579,8 +581,7 @@ impl<E: Evidence> Round<'_, E> {
             })
         };
         if omni
-            && seen.fresh
-            && (age(&seen.sighting.key, self.now) >= SPAWN_AGE || has_workers())
+            && (has_workers() || (seen.fresh && age(&seen.sighting.key, self.now) >= SPAWN_AGE))
             && self.evidence.maps_zmq(seen.sighting.key)
         {
             return Place::In(
@@ -610,6 +611,7 @@ mod tests {
         others: HashMap<u32, Sighting>,
         zmq: HashSet<u32>,
         versions: HashMap<u32, Versions>,
+        containers: HashMap<u32, Container>,
         asked: RefCell<Vec<u32>>,
     }
 
@@ -623,8 +625,8 @@ mod tests {
         fn maps_zmq(&self, key: ProcessKey) -> bool {
             self.zmq.contains(&key.pid)
         }
-        fn container(&self, _: ProcessKey) -> Option<Container> {
-            None
+        fn container(&self, key: ProcessKey) -> Option<Container> {
+            self.containers.get(&key.pid).cloned()
         }
         fn versions(&self, key: ProcessKey) -> Versions {
             self.asked.borrow_mut().push(key.pid);
@@ -1006,6 +1008,19 @@ mod tests {
     }
 
     #[test]
+    fn a_single_worker_in_a_process_of_its_own_is_no_stage() {
+        let (mut world, _) = World::new(&[(100, 1, OMNI)]);
+        world.now = Duration::from_secs(202);
+        world.see(&[(200, 100, SPAWN)]);
+        // The stage itself is not due for a look when its worker shows up.
+        world.see(&[(201, 200, "vLLM-Omni::DiffusionWorker")]);
+        assert_eq!(
+            (world.role(200), world.role(201)),
+            (DIFFUSION, Some(Role::Worker))
+        );
+    }
+
+    #[test]
     fn a_stage_taken_for_diffusion_is_corrected_by_its_title() {
         let (mut world, _) = World::new(&[(100, 1, OMNI), (200, 100, SPAWN)]);
         assert_eq!(world.role(200), DIFFUSION);
@@ -1109,6 +1124,19 @@ mod tests {
             world.see(&[(100, 1, OMNI)]);
         }
         assert_eq!(world.facts.asked.take().len(), VERSION_LOOKS as usize);
+    }
+
+    #[test]
+    fn a_container_that_was_not_read_at_once_is_read_later() {
+        let (mut world, _) = World::new(&[(100, 1, OMNI)]);
+        let container = Container {
+            id: "c".to_owned(),
+            pod_uid: None,
+        };
+        world.facts.containers.insert(100, container.clone());
+        assert_eq!(world.settle(), []);
+        let changes = world.see(&[(100, 1, OMNI)]);
+        assert!(matches!(&changes[..], [Change::Process(process)] if process.container == Some(container)));
     }
 
     /// A process of a made-up host: pid and parent small, so that loops and reuse happen.
