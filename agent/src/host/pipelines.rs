@@ -718,11 +718,11 @@ mod tests {
         }
     }
 
-    const fn stage(stage: u32, replica: u32) -> Option<Role> {
-        Some(Role::LlmStage {
+    const fn stage(stage: u32, replica: u32) -> Role {
+        Role::LlmStage {
             stage: Some(stage),
             replica: Some(replica),
-        })
+        }
     }
 
     const DIFFUSION: Option<Role> = Some(Role::DiffusionStage {
@@ -763,9 +763,9 @@ mod tests {
             ]
         );
         assert_eq!(world.role(100), Some(Role::ApiServer));
-        assert_eq!(world.role(200), stage(0, 0));
+        assert_eq!(world.role(200), Some(stage(0, 0)));
         assert_eq!(world.role(250), Some(Role::Worker));
-        assert_eq!(world.role(300), stage(1, 0));
+        assert_eq!(world.role(300), Some(stage(1, 0)));
         let pipeline = world.pipeline(0);
         assert_eq!(pipeline.flavor, Flavor::Omni);
         assert_eq!(pipeline.model.as_deref(), Some("org/m"));
@@ -787,7 +787,10 @@ mod tests {
             (105, 100, "VLLM::APIServer_1"),
         ]);
         assert_eq!(world.role(101), Some(Role::Coordinator));
-        assert_eq!((world.role(102), world.role(103)), (stage(0, 0), stage(0, 1)));
+        assert_eq!(
+            (world.role(102), world.role(103)),
+            (Some(stage(0, 0)), Some(stage(0, 1)))
+        );
         assert_eq!(world.role(105), Some(Role::ApiWorker { index: 1 }));
         let pipeline = world.pipeline(0);
         assert_eq!(
@@ -882,7 +885,7 @@ mod tests {
             (210, 200, "VLLM::EngineCore"),
         ]);
         assert_eq!((world.home(110), world.home(210)), (Some(0), Some(1)));
-        assert_eq!(world.role(210), stage(0, 0));
+        assert_eq!(world.role(210), Some(stage(0, 0)));
         assert_eq!(world.pipeline(1).flavor, Flavor::Vllm);
     }
 
@@ -904,7 +907,10 @@ mod tests {
             (201, 100, "VLLM::StageEngineCoreProc_stage1_replica4_DP0"),
         ]);
         assert_eq!(world.role(100), Some(Role::Headless));
-        assert_eq!((world.role(200), world.role(201)), (stage(1, 3), stage(1, 4)));
+        assert_eq!(
+            (world.role(200), world.role(201)),
+            (Some(stage(1, 3)), Some(stage(1, 4)))
+        );
         assert_eq!(world.table.pipelines().count(), 1);
     }
 
@@ -1025,7 +1031,7 @@ mod tests {
         let (mut world, _) = World::new(&[(100, 1, OMNI), (200, 100, SPAWN)]);
         assert_eq!(world.role(200), DIFFUSION);
         world.see(&[(200, 100, "VLLM::StageEngineCoreProc_stage1_replica0_DP0")]);
-        assert_eq!(world.role(200), stage(1, 0));
+        assert_eq!(world.role(200), Some(stage(1, 0)));
     }
 
     #[test]
