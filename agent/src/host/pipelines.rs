@@ -33,8 +33,9 @@ pub const TITLE_AGE: Duration = Duration::from_mins(2);
 /// Longest chain of parents followed.
 const MAX_DEPTH: usize = 64;
 
-/// How often the versions of one pipeline are looked for: some are never found (static builds, exotic layouts).
-const VERSION_LOOKS: u32 = 20;
+/// Up to this age of a process, versions are looked for at each look at it: an import takes minutes on a busy host.
+/// Later its first look must do; some are never found (static builds, exotic layouts).
+const VERSION_AGE: Duration = Duration::from_mins(10);
 
 /// How old a process is at a time since boot.
 #[must_use]
@@ -81,13 +82,6 @@ struct Candidate {
     fresh: bool,
 }
 
-/// A pipeline as published, and how often its versions were looked for.
-#[derive(Debug)]
-struct Known {
-    pipeline: Pipeline,
-    looks: u32,
-}
-
 /// Where a process belongs.
 #[derive(Clone, Copy, Debug)]
 enum Place {
@@ -104,7 +98,7 @@ enum Place {
 pub struct Table {
     candidates: BTreeMap<u32, Candidate>,
     processes: HashMap<ProcessKey, Process>,
-    pipelines: BTreeMap<PipelineId, Known>,
+    pipelines: BTreeMap<PipelineId, Pipeline>,
     pending: BTreeSet<u32>,
     next_id: u32,
 }
@@ -169,7 +163,7 @@ impl Table {
 
     /// The pipelines, oldest first.
     pub fn pipelines(&self) -> impl Iterator<Item = &Pipeline> {
-        self.pipelines.values().map(|known| &known.pipeline)
+        self.pipelines.values()
     }
 
     /// Works out every role; `now` is the time since boot. Ends come before beginnings, a pipeline before its
@@ -205,21 +199,22 @@ impl Table {
         let mut changes = ends(&self.processes, &self.pipelines, &members);
         for (id, mut members) in members {
             members.sort_by_key(|(seen, _)| (seen.sighting.key.start_ticks, seen.sighting.key.pid));
-            let known = self.pipelines.remove(&id);
-            let was = known.as_ref().map(|known| &known.pipeline);
-            let mut looks = known.as_ref().map_or(0, |known| known.looks);
+            let was = self.pipelines.get(&id);
             let Some(mut pipeline) = describe(id, &members, was) else {
                 continue;
             };
-            if !is_complete(&pipeline) && looks < VERSION_LOOKS {
+            if !is_complete(&pipeline) {
                 // A stage has more of vLLM mapped than an API server, and it is the younger one.
                 let asked = members
                     .iter()
                     .rev()
-                    .find(|(seen, role)| seen.fresh && role.is_tapped());
-                if let Some((seen, _)) = asked {
-                    looks += 1;
-                    let found = evidence.versions(seen.sighting.key);
+                    .map(|(seen, role)| (seen, role, seen.sighting.key))
+                    .find(|(seen, role, key)| {
+                        let is_new = !self.processes.contains_key(key);
+                        role.is_tapped() && seen.fresh && (is_new || age(key, now) < VERSION_AGE)
+                    });
+                if let Some((_, _, key)) = asked {
+                    let found = evidence.versions(key);
                     let Versions { vllm, omni } = &mut pipeline.versions;
                     *vllm = found.vllm.or(vllm.take());
                     *omni = found.omni.or(omni.take());
@@ -227,8 +222,8 @@ impl Table {
             }
             if was != Some(&pipeline) {
                 changes.push(Change::Pipeline(pipeline.clone()));
+                self.pipelines.insert(id, pipeline);
             }
-            self.pipelines.insert(id, Known { pipeline, looks });
             for (seen, role) in members {
                 let key = seen.sighting.key;
                 let was = self.processes.get(&key);
@@ -314,7 +309,7 @@ impl Table {
 /// What ended: published processes and pipelines that have no member any more.
 fn ends(
     processes: &HashMap<ProcessKey, Process>,
-    pipelines: &BTreeMap<PipelineId, Known>,
+    pipelines: &BTreeMap<PipelineId, Pipeline>,
     members: &BTreeMap<PipelineId, Vec<(&Candidate, Role)>>,
 ) -> Vec<Change> {
     let alive: BTreeSet<ProcessKey> = members
@@ -383,7 +378,7 @@ fn describe(id: PipelineId, members: &[(&Candidate, Role)], was: Option<&Pipelin
 struct Round<'a, E> {
     candidates: &'a BTreeMap<u32, Candidate>,
     processes: &'a HashMap<ProcessKey, Process>,
-    pipelines: &'a BTreeMap<PipelineId, Known>,
+    pipelines: &'a BTreeMap<PipelineId, Pipeline>,
     next_id: &'a mut u32,
     places: HashMap<u32, Place>,
     /// New pipelines of engines without a launcher, by session.
@@ -569,7 +564,7 @@ impl<E: Evidence> Round<'_, E> {
         let omni = self
             .pipelines
             .get(&id)
-            .is_some_and(|known| known.pipeline.flavor == Flavor::Omni)
+            .is_some_and(|known| known.flavor == Flavor::Omni)
             || self
                 .candidates
                 .get(&pid)
@@ -1093,7 +1088,9 @@ mod tests {
 
     #[test]
     fn versions_are_asked_for_until_known() {
-        let (mut world, _) = World::new(&[(100, 1, OMNI)]);
+        let (mut world, _) = World::new(&[]);
+        world.now = Duration::from_secs(300);
+        world.see(&[(100, 1, OMNI)]);
         assert_eq!(world.facts.asked.take(), [100]);
         // Nothing new was seen: nothing is asked.
         world.settle();
@@ -1125,11 +1122,11 @@ mod tests {
 
     #[test]
     fn versions_that_are_nowhere_are_given_up() {
-        let (mut world, _) = World::new(&[(100, 1, OMNI)]);
-        for _ in 0..100 {
-            world.see(&[(100, 1, OMNI)]);
-        }
-        assert_eq!(world.facts.asked.take().len(), VERSION_LOOKS as usize);
+        let (mut world, _) = World::new(&[]);
+        world.now = Duration::from_secs(100) + VERSION_AGE;
+        world.see(&[(100, 1, OMNI)]);
+        world.see(&[(100, 1, OMNI)]);
+        assert_eq!(world.facts.asked.take(), [100]);
     }
 
     #[test]
