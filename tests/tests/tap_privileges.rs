@@ -2,28 +2,14 @@
 
 mod tap_support;
 
-use std::process::Command;
-
 use omnitap::{
     check::{self, Status},
     tap::{FUNCTION, Settings, maps, site::Arch, symbol::SymbolError, target::Finder},
 };
-use tap_support::{Sender, can_run, content, copy_pyzmq, frames, load};
+use tap_support::{Sender, again, can_run, content, copy_pyzmq, frames, load};
 
 /// Set in the second run of this test binary, which has fewer rights.
 const INNER: &str = "OMNITAP_TEST_INNER";
-
-/// Runs one test of this binary again, with these capabilities in reach.
-fn again(test: &str, capabilities: &str) {
-    let status = Command::new("setpriv")
-        .arg(format!("--bounding-set={capabilities}"))
-        .arg(std::env::current_exe().unwrap())
-        .args([test, "--exact", "--nocapture"])
-        .env(INNER, "1")
-        .status()
-        .expect("setpriv is part of util-linux");
-    assert!(status.success());
-}
 
 /// `CAP_SYS_ADMIN` for the kernel side and `map_files`, `CAP_SYS_PTRACE` for the rest of /proc.
 #[test]
@@ -32,7 +18,7 @@ fn two_capabilities_suffice() {
         return;
     }
     if std::env::var_os(INNER).is_none() {
-        again("two_capabilities_suffice", "-all,+sys_admin,+sys_ptrace");
+        again("two_capabilities_suffice", "-all,+sys_admin,+sys_ptrace", INNER);
         return;
     }
     assert!(check::run().works());
@@ -50,7 +36,7 @@ fn files_are_found_by_path() {
         return;
     }
     if std::env::var_os(INNER).is_none() {
-        again("files_are_found_by_path", "-all,+sys_ptrace");
+        again("files_are_found_by_path", "-all,+sys_ptrace", INNER);
         return;
     }
     let finder = Finder::new(Arch::NATIVE, FUNCTION.as_bytes());
@@ -86,7 +72,7 @@ fn without_rights_the_report_says_so() {
         if !can_run() {
             return;
         }
-        again("without_rights_the_report_says_so", "-all");
+        again("without_rights_the_report_says_so", "-all", INNER);
         return;
     }
     let report = check::run();

@@ -249,7 +249,7 @@ mod tests {
         let text = read(std::process::id()).unwrap();
         assert_eq!(
             parse(&text).count(),
-            text.iter().filter(|&&b| b == b'\n').count(),
+            text.split_inclusive(|&b| b == b'\n').count(),
             "every line is understood"
         );
         assert!(

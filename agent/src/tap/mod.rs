@@ -231,10 +231,7 @@ impl AttachError {
     /// Whether the same may work a moment later: the library may not be loaded yet.
     #[must_use]
     pub fn is_transient(&self) -> bool {
-        matches!(
-            self,
-            Self::NoFunction | Self::Maps(_) | Self::File(SymbolError::Open(_))
-        )
+        matches!(self, Self::NoFunction | Self::Maps(_) | Self::File(_))
     }
 }
 
@@ -515,7 +512,7 @@ impl Tap {
         let inner = &self.inner;
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         TapStats {
-            processes: inner.links.lock().len(),
+            processes: inner.links.lock().values().flatten().count(),
             attached: inner.attached.each_ref().map(load),
             attaches: load(&inner.attaches),
             attach_time: Duration::from_nanos(load(&inner.attach_nanos)),
@@ -709,6 +706,15 @@ fn hex(bytes: &[u8]) -> String {
         text
     })
 }
+
+/// Any thread may attach and ask; the reader may be handed to the thread that reads.
+const _: () = {
+    const fn shared<T: Send + Sync>() {}
+    const fn sent<T: Send>() {}
+    shared::<Tap>();
+    shared::<Attached>();
+    sent::<Reader>();
+};
 
 /// A probed process. Dropping it takes the probes off, in the background.
 #[derive(Debug)]

@@ -347,8 +347,8 @@ mod tests {
         fn any_code(code in proptest::collection::vec(any::<u8>(), 0..200)) {
             for arch in [Arch::X86_64, Arch::Aarch64] {
                 let site = choose(arch, &code);
-                prop_assert!(site == Site::ENTRY || (site.offset as usize) < code.len());
-                prop_assert!(arch == Arch::X86_64 || site.offset % 4 == 0);
+                prop_assert!(site == Site::ENTRY || site.offset < code.len() as u64);
+                prop_assert!(arch == Arch::X86_64 || site.offset.is_multiple_of(4));
             }
         }
     }
