@@ -14,7 +14,7 @@ use omnitap_ebpf::{
     flag, watch,
 };
 
-use crate::maps::{EVENTS, capture_limit, count, is_watched, wakeup};
+use crate::maps::{EVENTS, add_u32, capture_limit, count, wakeup, watched};
 
 /// `ZMQ_SNDMORE` of zmq.h.
 const ZMQ_SNDMORE: u64 = 2;
@@ -72,11 +72,6 @@ fn has_more(ctx: &ProbeContext) -> bool {
 }
 
 #[inline(always)]
-fn tgid() -> u32 {
-    (bpf_get_current_pid_tgid() >> 32) as u32
-}
-
-#[inline(always)]
 fn now() -> u64 {
     // SAFETY: the helper has no preconditions.
     unsafe { bpf_ktime_get_ns() }
@@ -101,11 +96,35 @@ fn opaque(mut value: u64) -> u64 {
     value
 }
 
+/// Process and thread of a hit, as `bpf_get_current_pid_tgid` gives them. Lies on the stack, where the lookup
+/// needs the process id anyway, so that it need not be asked for again.
+#[repr(transparent)]
+struct Id(u64);
+
+impl Id {
+    /// The process id, where it lies.
+    #[inline(always)]
+    fn tgid(&self) -> &u32 {
+        // SAFETY: the upper half of the word: the target is little-endian.
+        unsafe { &*(&raw const self.0).cast::<u32>().add(1) }
+    }
+
+    #[inline(always)]
+    fn get(&self) -> u64 {
+        // SAFETY: a reference. Volatile, so that the word is not kept in a register, of which there are few.
+        unsafe { (&raw const self.0).read_volatile() }
+    }
+}
+
 #[inline(always)]
 fn frame(ctx: &ProbeContext) -> Counter {
-    if !is_watched(tgid(), watch::FRAMES) {
+    let id = Id(bpf_get_current_pid_tgid());
+    let Some(process) = watched(id.tgid(), watch::FRAMES) else {
         return Counter::Unwatched;
-    }
+    };
+    // SAFETY: a value of the map.
+    let has_open = unsafe { process.read_volatile() } >= watch::OPEN_MESSAGE;
+
     // The one buffer on the stack, used three times.
     let mut buffer = MaybeUninit::<[u64; 2]>::uninit();
     let to = buffer.as_mut_ptr().cast::<u64>();
@@ -144,37 +163,66 @@ fn frame(ctx: &ProbeContext) -> Counter {
         [content, size] = unsafe { buffer.assume_init() };
     }
 
-    let is_aux = is_behind_payload(ctx, buffer.write([socket(ctx), u64::from(tgid())]), size);
-    if size <= 1 && !has_more(ctx) {
+    let is_aux = if has_open {
+        let key = buffer.write([socket(ctx), id.get() >> 32]);
+        is_behind_payload(ctx, &id, key, size)
+    } else {
+        false
+    };
+    if has_more(ctx) {
+        if !is_aux && size > PREFIX_MAX {
+            let key = buffer.write([socket(ctx), id.get() >> 32]);
+            remember(&id, key);
+        }
+    } else if size <= 1 {
         return Counter::Short;
     }
     if is_aux {
-        return header_only(ctx, content, size);
+        return header_only(ctx, &id, content, size);
     }
-    capture(ctx, content, size)
+    capture(ctx, &id, content, size)
 }
 
-/// Whether this part comes behind its message's payload. Remembers a payload that has parts behind it.
+/// Whether this part comes behind its message's payload. Forgets the message at its last part.
 #[inline(always)]
-fn is_behind_payload(ctx: &ProbeContext, key: &[u64; 2], size: u64) -> bool {
-    if let Some(last) = MESSAGES.get_ptr_mut(key) {
-        // SAFETY: a value of the map; should the entry be reused meanwhile, then by a message as young.
-        let age = now().wrapping_sub(unsafe { last.read() });
-        if !has_more(ctx) {
-            // Gone already only when evicted, which is as good.
-            let _ = MESSAGES.remove(key);
-        } else if age < MESSAGE_TIMEOUT_NS || size > PREFIX_MAX {
-            // SAFETY: as above.
-            unsafe { last.write(now()) };
-        } else {
-            let _ = MESSAGES.remove(key);
-        }
-        return age < MESSAGE_TIMEOUT_NS;
+fn is_behind_payload(ctx: &ProbeContext, id: &Id, key: &[u64; 2], size: u64) -> bool {
+    let Some(last) = MESSAGES.get_ptr_mut(key) else {
+        return false;
+    };
+    // SAFETY: a value of the map; should the entry be reused meanwhile, then by a message as young.
+    let is_open = now().wrapping_sub(unsafe { last.read_volatile() }) < MESSAGE_TIMEOUT_NS;
+    if is_open && has_more(ctx) {
+        // SAFETY: as above.
+        unsafe { last.write_volatile(now()) };
+    } else if MESSAGES.remove(key).is_ok() {
+        add_open(id, watch::OPEN_MESSAGE.wrapping_neg());
     }
-    if has_more(ctx) && size > PREFIX_MAX && MESSAGES.insert(key, now(), 0).is_err() {
+    is_open
+}
+
+/// Remembers that a message's payload has come and further parts will.
+#[inline(always)]
+fn remember(id: &Id, key: &[u64; 2]) {
+    if MESSAGES.insert(key, now(), 0).is_ok() {
+        add_open(id, watch::OPEN_MESSAGE);
+    } else {
         count(Counter::MessageNotKept);
     }
-    false
+}
+
+/// Adds to the number of open messages that `WATCHED` keeps of the process. An entry that was evicted leaves
+/// it too high, which costs lookups, never a frame.
+#[inline(always)]
+fn add_open(id: &Id, number: u32) {
+    if let Some(process) = watched(id.tgid(), watch::FRAMES) {
+        // SAFETY: a value of the map.
+        unsafe {
+            // The agent may have written the value anew, and with it a number of 0.
+            if number == watch::OPEN_MESSAGE || process.read_volatile() >= watch::OPEN_MESSAGE {
+                add_u32(process, number);
+            }
+        }
+    }
 }
 
 /// A frame record with room for `N` bytes of content.
@@ -193,7 +241,14 @@ struct Slot<const N: usize> {
 ///
 /// `to` must be a header inside a reserved record.
 #[inline(always)]
-unsafe fn write_header(to: *mut FrameHeader, ctx: &ProbeContext, flags: u32, content: u64, size: u64) {
+unsafe fn write_header(
+    to: *mut FrameHeader,
+    ctx: &ProbeContext,
+    id: &Id,
+    flags: u32,
+    content: u64,
+    size: u64,
+) {
     // SAFETY: of the caller.
     unsafe {
         (&raw mut (*to).content).write_volatile(content);
@@ -203,7 +258,7 @@ unsafe fn write_header(to: *mut FrameHeader, ctx: &ProbeContext, flags: u32, con
         (&raw mut (*to).kind).write_volatile(Kind::Frame as u32);
         (&raw mut (*to).head_len).write_volatile(0);
         (&raw mut (*to).tail_len).write_volatile(0);
-        let id = bpf_get_current_pid_tgid();
+        let id = id.get();
         (&raw mut (*to).tgid).write_volatile((id >> 32) as u32);
         (&raw mut (*to).tid).write_volatile(id as u32);
         (&raw mut (*to).time_ns).write_volatile(now());
@@ -211,18 +266,18 @@ unsafe fn write_header(to: *mut FrameHeader, ctx: &ProbeContext, flags: u32, con
 }
 
 #[inline(always)]
-fn header_only(ctx: &ProbeContext, content: u64, size: u64) -> Counter {
+fn header_only(ctx: &ProbeContext, id: &Id, content: u64, size: u64) -> Counter {
     let Some(mut record) = EVENTS.reserve::<FrameHeader>(0) else {
         return Counter::LostRingFull;
     };
     // SAFETY: the record is one header.
-    unsafe { write_header(record.as_mut_ptr(), ctx, flag::AUX, content, size) };
+    unsafe { write_header(record.as_mut_ptr(), ctx, id, flag::AUX, content, size) };
     record.submit(wakeup());
     Counter::Aux
 }
 
 #[inline(always)]
-fn capture(ctx: &ProbeContext, content: u64, size: u64) -> Counter {
+fn capture(ctx: &ProbeContext, id: &Id, content: u64, size: u64) -> Counter {
     const CLASSES: [usize; 6] = {
         let [a, b, c, d, e, f] = SIZE_CLASSES;
         [
@@ -231,23 +286,23 @@ fn capture(ctx: &ProbeContext, content: u64, size: u64) -> Counter {
     };
     let len = size.min(capture_limit()).min(CAPTURE_LIMIT_MAX as u64);
     if len <= CLASSES[0] as u64 {
-        captured::<{ CLASSES[0] }>(ctx, content, size, len)
+        captured::<{ CLASSES[0] }>(ctx, id, content, size, len)
     } else if len <= CLASSES[1] as u64 {
-        captured::<{ CLASSES[1] }>(ctx, content, size, len)
+        captured::<{ CLASSES[1] }>(ctx, id, content, size, len)
     } else if len <= CLASSES[2] as u64 {
-        captured::<{ CLASSES[2] }>(ctx, content, size, len)
+        captured::<{ CLASSES[2] }>(ctx, id, content, size, len)
     } else if len <= CLASSES[3] as u64 {
-        captured::<{ CLASSES[3] }>(ctx, content, size, len)
+        captured::<{ CLASSES[3] }>(ctx, id, content, size, len)
     } else if len <= CLASSES[4] as u64 {
-        captured::<{ CLASSES[4] }>(ctx, content, size, len)
+        captured::<{ CLASSES[4] }>(ctx, id, content, size, len)
     } else {
-        captured::<{ CLASSES[5] }>(ctx, content, size, len)
+        captured::<{ CLASSES[5] }>(ctx, id, content, size, len)
     }
 }
 
 /// Captures `len` bytes of the content, `len` at most `N`.
 #[inline(always)]
-fn captured<const N: usize>(ctx: &ProbeContext, content: u64, size: u64, len: u64) -> Counter {
+fn captured<const N: usize>(ctx: &ProbeContext, id: &Id, content: u64, size: u64, len: u64) -> Counter {
     let Some(mut record) = EVENTS.reserve::<Slot<N>>(0) else {
         return Counter::LostRingFull;
     };
@@ -255,7 +310,7 @@ fn captured<const N: usize>(ctx: &ProbeContext, content: u64, size: u64, len: u6
     // SAFETY: `slot` is the reserved record.
     let header = unsafe { &raw mut (*slot).header };
     // SAFETY: as above.
-    unsafe { write_header(header, ctx, 0, content, size) };
+    unsafe { write_header(header, ctx, id, 0, content, size) };
 
     // SAFETY: as above.
     let is_read = unsafe { read_content(slot, len) };

@@ -47,12 +47,18 @@ pub mod map {
     pub const MESSAGES: &str = "MESSAGES";
 }
 
-/// Flags in the `WATCHED` map.
+/// Flags in the `WATCHED` map. The agent writes a process's flags once; the bits above [`watch::MASK`] are
+/// the programs' own.
 pub mod watch {
     /// Frames that the process hands to `zmq_msg_send` are captured.
     pub const FRAMES: u32 = 1;
     /// Forks and the end of the process are reported.
     pub const LIFE: u32 = 2;
+    /// The bits that the agent may set.
+    pub const MASK: u32 = 0xffff;
+    /// One message of the process in `MESSAGES`: the programs count them in the upper bits, so that a process
+    /// that has none there, which is the rule, costs no second lookup.
+    pub const OPEN_MESSAGE: u32 = 0x1_0000;
 }
 
 /// Flags of a frame record.

@@ -21,24 +21,38 @@ static CONFIG: Array<Config> = Array::with_max_entries(1, 0);
 #[map]
 static COUNTERS: PerCpuArray<u64> = PerCpuArray::with_max_entries(Counter::ALL.len() as u32, 0);
 
-/// Whether the process is watched for one of these `omnitap_ebpf::watch` flags.
+/// The value of a process in `WATCHED`, if it is watched for one of these `omnitap_ebpf::watch` flags.
 #[inline(always)]
-pub(crate) fn is_watched(tgid: u32, flags: u32) -> bool {
-    // SAFETY: an entry that is removed and reused meanwhile holds the flags of another watched process; the
-    // hit is then one more at the moment of a change, which no order of events rules out.
-    unsafe { WATCHED.get(tgid) }.is_some_and(|have| have & flags != 0)
+pub(crate) fn watched(tgid: &u32, flags: u32) -> Option<*mut u32> {
+    let value = WATCHED.get_ptr_mut(tgid)?;
+    // SAFETY: a value of the map. Should the entry be removed and reused meanwhile, it holds the flags of
+    // another watched process; the hit is then one more at the moment of a change.
+    (unsafe { value.read_volatile() } & flags != 0).then_some(value)
+}
+
+/// Adds to a word of a map, atomically: a program that preempts this one may add to the same word.
+///
+/// The instruction is written out because core offers no `fetch_add` on this target.
+///
+/// # Safety
+///
+/// `to` must be a value of a map.
+#[inline(always)]
+pub(crate) unsafe fn add_u32(to: *mut u32, number: u32) {
+    // SAFETY: of the caller.
+    unsafe {
+        core::arch::asm!("lock *(u32 *)({to} + 0) += {number}", to = in(reg) to, number = in(reg) u64::from(number))
+    };
 }
 
 /// Adds 1 to a counter.
 #[inline(always)]
 pub(crate) fn count(counter: Counter) {
     if let Some(slot) = COUNTERS.get_ptr_mut(counter as u32) {
-        // Atomic, since a program that preempts this one on the same CPU adds to the same slot. The instruction
-        // is written out because core offers no `fetch_add` on this target.
-        // SAFETY: the slot is an aligned u64 of the map.
+        // SAFETY: as in `add_u32`.
         unsafe {
-            core::arch::asm!("lock *(u64 *)({slot} + 0) += {one}", slot = in(reg) slot, one = in(reg) 1_u64);
-        }
+            core::arch::asm!("lock *(u64 *)({to} + 0) += {one}", to = in(reg) slot, one = in(reg) 1_u64)
+        };
     }
 }
 

@@ -3,7 +3,7 @@
 /// Header and captured bytes of one frame handed to `zmq_msg_send`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Frame<'a> {
-    /// CLOCK_MONOTONIC at the call, in nanoseconds.
+    /// `CLOCK_MONOTONIC` at the call, in nanoseconds.
     pub time_ns: u64,
     /// Sending process (initial PID namespace).
     pub pid: u32,

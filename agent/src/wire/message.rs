@@ -1,8 +1,12 @@
 //! Typed messages of an engine's sockets, borrowed from the frame (docs/wire.md section "Engine sockets").
 //!
-//! Times are in seconds as on the wire: `timestamp` fields are CLOCK_MONOTONIC of the engine, `arrival` is wall clock.
+//! Times are in seconds as on the wire: `timestamp` fields are `CLOCK_MONOTONIC` of the engine, `arrival` is wall clock.
 
 /// A decoded payload frame.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "nearly all messages are of the largest variant"
+)]
 #[derive(Clone, Debug, PartialEq)]
 pub enum Message<'a> {
     /// Engine -> API: outputs of one step, and statistics.
@@ -23,7 +27,7 @@ pub enum Message<'a> {
     EngineDead,
 }
 
-/// EngineCoreOutputs: one message of an engine.
+/// `EngineCoreOutputs`: one message of an engine.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct EngineOutputs<'a> {
     /// Data-parallel rank inside the replica.
@@ -32,7 +36,7 @@ pub struct EngineOutputs<'a> {
     pub outputs: Vec<Output<'a>>,
     /// Scheduler snapshot; absent with log stats off, and between emissions.
     pub stats: Option<SchedulerStats<'a>>,
-    /// CLOCK_MONOTONIC of the engine in seconds; `None` when the frame was cut before it and no tail gave it.
+    /// `CLOCK_MONOTONIC` of the engine in seconds; `None` when the frame was cut before it and no tail gave it.
     pub timestamp: Option<f64>,
     /// Ids that the engine reports as finished for good.
     pub finished_requests: Vec<&'a str>,
@@ -42,7 +46,7 @@ pub struct EngineOutputs<'a> {
     pub outputs_lost: u32,
 }
 
-/// EngineCoreOutput: what one request got in one step.
+/// `EngineCoreOutput`: what one request got in one step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Output<'a> {
     /// Internal request id, the same at every stage.
@@ -105,7 +109,7 @@ impl FinishReason {
     }
 }
 
-/// Request events of one output, folded: engine CLOCK_MONOTONIC seconds.
+/// Request events of one output, folded: engine `CLOCK_MONOTONIC` seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Events {
     /// The (last) QUEUED event.
@@ -149,7 +153,7 @@ pub struct Audio {
     pub sample_rate: Option<u32>,
 }
 
-/// SchedulerStats: gauges at this moment, counters since the last emission.
+/// `SchedulerStats`: gauges at this moment, counters since the last emission.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SchedulerStats<'a> {
     /// Requests in the running batch.
@@ -220,7 +224,7 @@ pub struct PerfStats {
     pub write_bytes: f64,
 }
 
-/// EngineCoreRequest: what one stage is given.
+/// `EngineCoreRequest`: what one stage is given.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Add<'a> {
     /// Internal request id.
@@ -237,8 +241,27 @@ pub struct Add<'a> {
     pub client_index: Option<u32>,
     /// More segments of the same request will follow.
     pub resumable: bool,
+    /// The id that the client of the API knows, where the request carries it.
+    pub external_req_id: Option<&'a str>,
     /// A pooling request (no sampling parameters).
     pub is_pooling: bool,
+    /// `sampling_params.output_kind`; absent on the wire means cumulative.
+    pub output_kind: OutputKind,
+    /// `sampling_params.stop` is not empty: the API process may end the request with an abort of its own.
+    pub has_stop_strings: bool,
+}
+
+/// How the API process wants its outputs (`RequestOutputKind` of vLLM: 0, 1, 2). The API server asks for deltas
+/// exactly where it streams the response.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum OutputKind {
+    /// Everything so far in each output.
+    #[default]
+    Cumulative,
+    /// Only what is new.
+    Delta,
+    /// One output at the end.
+    FinalOnly,
 }
 
 /// A call to the engine.
@@ -250,7 +273,7 @@ pub struct Utility<'a> {
     pub level: Option<i64>,
 }
 
-/// EngineCoreReadyResponse.
+/// `EngineCoreReadyResponse`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ready<'a> {
     /// Longest sequence in tokens: decides token buckets.
