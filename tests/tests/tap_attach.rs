@@ -114,7 +114,8 @@ fn replaced_library() {
     let _attached = works(&tap, &mut reader, &mut sender);
 }
 
-/// A container in short: its own mount and PID namespaces, the library on a file system that is mounted there alone.
+/// A container in short: its own mount and PID namespaces, the library on a file system that is mounted there
+/// alone.
 #[test]
 fn other_namespaces() {
     if !can_run() {

@@ -22,7 +22,8 @@ use omnitap::{
 /// How long an event may take to arrive before a test fails.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Whether the tap can work here by what the machine says of itself. If not, says why, aloud: the test is skipped.
+/// Whether the tap can work here by what the machine says of itself. If not, says why, aloud: the test is
+/// skipped.
 pub(crate) fn can_run() -> bool {
     let report = Facts::read().judge();
     if report.works() {
@@ -208,8 +209,9 @@ pub(crate) struct Kept {
     pub(crate) tail: Vec<u8>,
 }
 
-/// Reads until `count` frames of a process have come through the socket of the first, or the patience is over. pyzmq
-/// tells its own garbage collector of each buffer that was sent without copying, through another socket: 8 bytes.
+/// Reads until `count` frames of a process have come through the socket of the first, or the patience is
+/// over. pyzmq tells its own garbage collector of each buffer that was sent without copying, through another
+/// socket: 8 bytes.
 pub(crate) fn frames(reader: &mut Reader, pid: u32, count: usize) -> Vec<Kept> {
     let mut kept = Vec::new();
     let mut socket = None;
@@ -260,7 +262,8 @@ pub(crate) fn any_frames(reader: &mut Reader) -> bool {
     any
 }
 
-/// The byte of a process's memory at a probe, and the byte of the file there: they differ while the probe is on.
+/// The byte of a process's memory at a probe, and the byte of the file there: they differ while the probe is
+/// on.
 pub(crate) fn bytes_at_probe(pid: u32, probe: &tap::ProbeInfo) -> (u8, u8) {
     use std::os::unix::fs::FileExt;
     let text = tap::maps::read(pid).unwrap();
