@@ -53,14 +53,18 @@ for line in sys.stdin:
 
 fn python() -> Option<PathBuf> {
     let named = std::env::var_os("OMNITAP_TEST_PYTHON").map(PathBuf::from);
-    let python = named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/venv/bin/python"));
+    let python =
+        named.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/venv/bin/python"));
     let works = Command::new(&python)
         .args(["-c", "import setproctitle, zmq"])
         .stderr(Stdio::null())
         .status()
         .is_ok_and(|status| status.success());
     if !works {
-        eprintln!("SKIPPED: {} has no setproctitle and pyzmq; set OMNITAP_TEST_PYTHON", python.display());
+        eprintln!(
+            "SKIPPED: {} has no setproctitle and pyzmq; set OMNITAP_TEST_PYTHON",
+            python.display()
+        );
     }
     works.then_some(python)
 }
@@ -89,7 +93,12 @@ impl Tree {
             .spawn()
             .unwrap();
         let (input, output) = (root.stdin.take(), BufReader::new(root.stdout.take().unwrap()));
-        Self { root, input, output, _dir: dir }
+        Self {
+            root,
+            input,
+            output,
+            _dir: dir,
+        }
     }
 
     fn pid(&self) -> u32 {
@@ -122,7 +131,11 @@ fn scan_until(host: &mut Host, mut found: impl FnMut(&Host) -> bool) -> Vec<Chan
     let start = Instant::now();
     let mut changes = host.scan().unwrap();
     while !found(host) {
-        assert!(start.elapsed() < Duration::from_secs(60), "not found: {:?}", host.processes().collect::<Vec<_>>());
+        assert!(
+            start.elapsed() < Duration::from_secs(60),
+            "not found: {:?}",
+            host.processes().collect::<Vec<_>>()
+        );
         std::thread::sleep(host.next_look());
         changes.extend(host.scan().unwrap());
     }
@@ -143,13 +156,20 @@ fn pipeline_of(host: &Host, pid: u32) -> Option<&Pipeline> {
 }
 
 const fn stage(stage: u32, replica: u32) -> Option<Role> {
-    Some(Role::LlmStage { stage: Some(stage), replica: Some(replica) })
+    Some(Role::LlmStage {
+        stage: Some(stage),
+        replica: Some(replica),
+    })
 }
 
 #[test]
 fn a_pipeline_starts_restarts_a_stage_and_ends() {
     let Some(python) = python() else { return };
-    let mut tree = Tree::start(&python, &[], &["serve", "org/m", "--omni", "--served-model-name", "m"]);
+    let mut tree = Tree::start(
+        &python,
+        &[],
+        &["serve", "org/m", "--omni", "--served-model-name", "m"],
+    );
     let root = tree.pid();
     let mut host = Host::new(Settings::default());
     scan_until(&mut host, |host| role(host, root) == Some(Role::ApiServer));
@@ -158,10 +178,15 @@ fn a_pipeline_starts_restarts_a_stage_and_ends() {
     let core = "a title VLLM::StageEngineCoreProc_stage0_replica0_DP0";
     tree.tell(core);
     tree.tell("b title pod 1::StageEngineCoreProc_stage1_replica0_DP0");
-    scan_until(&mut host, |host| role(host, first) == stage(0, 0) && role(host, second) == stage(1, 0));
+    scan_until(&mut host, |host| {
+        role(host, first) == stage(0, 0) && role(host, second) == stage(1, 0)
+    });
     let pipeline = pipeline_of(&host, root).unwrap().clone();
     assert_eq!(pipeline.flavor, Flavor::Omni);
-    assert_eq!((pipeline.model.as_deref(), pipeline.served_model.as_deref()), (Some("org/m"), Some("m")));
+    assert_eq!(
+        (pipeline.model.as_deref(), pipeline.served_model.as_deref()),
+        (Some("org/m"), Some("m"))
+    );
     assert_eq!(process(&host, first).unwrap().pipeline, pipeline.id);
     assert_eq!(process(&host, first).unwrap().parent, root);
     assert!(host.is_watched(first));
@@ -177,9 +202,17 @@ fn a_pipeline_starts_restarts_a_stage_and_ends() {
     assert_eq!(process(&host, again).unwrap().pipeline, pipeline.id);
 
     drop(tree);
-    let changes = scan_until(&mut host, |host| host.pipelines().all(|other| other.id != pipeline.id));
-    assert!(changes.contains(&Change::ProcessGone(pipeline.root)), "{changes:?}");
-    assert!(changes.contains(&Change::PipelineGone(pipeline.id)), "{changes:?}");
+    let changes = scan_until(&mut host, |host| {
+        host.pipelines().all(|other| other.id != pipeline.id)
+    });
+    assert!(
+        changes.contains(&Change::ProcessGone(pipeline.root)),
+        "{changes:?}"
+    );
+    assert!(
+        changes.contains(&Change::PipelineGone(pipeline.id)),
+        "{changes:?}"
+    );
 }
 
 #[test]
@@ -200,7 +233,10 @@ fn an_agent_that_starts_late_finds_everything_in_one_scan() {
     assert_eq!(role(&host, core), stage(0, 1));
     assert_eq!(role(&host, worker), Some(Role::Worker));
     let pipeline = pipeline_of(&host, core).unwrap();
-    assert_eq!((pipeline.flavor, pipeline.max_model_len), (Flavor::Vllm, Some(4096)));
+    assert_eq!(
+        (pipeline.flavor, pipeline.max_model_len),
+        (Flavor::Vllm, Some(4096))
+    );
     // pyzmq is mapped, so its directory was found; there is no vLLM in it.
     assert_eq!(pipeline.versions.vllm, None);
 }
@@ -242,7 +278,12 @@ fn a_fork_with_its_parents_argv_is_a_coordinator() {
 fn a_pid_namespace_hides_nothing() {
     let Some(python) = python() else { return };
     let unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"];
-    if !Command::new(unshare[0]).args(&unshare[1..]).arg("true").status().is_ok_and(|status| status.success()) {
+    if !Command::new(unshare[0])
+        .args(&unshare[1..])
+        .arg("true")
+        .status()
+        .is_ok_and(|status| status.success())
+    {
         eprintln!("SKIPPED: cannot make a PID namespace here");
         return;
     }
@@ -253,11 +294,14 @@ fn a_pid_namespace_hides_nothing() {
     let mut host = Host::new(Settings::default());
     let wrapper = tree.pid();
     let server = |host: &Host| {
-        host.processes().find(|p| p.parent == wrapper && p.role == Role::ApiServer).map(|p| p.key.pid)
+        host.processes()
+            .find(|p| p.parent == wrapper && p.role == Role::ApiServer)
+            .map(|p| p.key.pid)
     };
     scan_until(&mut host, |host| {
         server(host).is_some_and(|server| {
-            host.processes().any(|p| p.parent == server && Some(p.role) == stage(3, 2))
+            host.processes()
+                .any(|p| p.parent == server && Some(p.role) == stage(3, 2))
         })
     });
     let server = server(&host).unwrap();

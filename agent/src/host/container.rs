@@ -3,8 +3,16 @@
 use super::identity::Container;
 
 /// Unit names that a runtime puts before the container id. Longer ones first where one begins another.
-const PREFIXES: &[&str] =
-    &["cri-containerd-", "containerd-", "docker-", "crio-", "libpod-payload-", "libpod-", "nerdctl-", "lxc.payload."];
+const PREFIXES: &[&str] = &[
+    "cri-containerd-",
+    "containerd-",
+    "docker-",
+    "crio-",
+    "libpod-payload-",
+    "libpod-",
+    "nerdctl-",
+    "lxc.payload.",
+];
 
 /// Reads `/proc/<pid>/cgroup`. `None`: no path names a container, as on the bare host or where a cgroup namespace
 /// hides the path (`/`).
@@ -14,7 +22,9 @@ const PREFIXES: &[&str] =
 #[must_use]
 pub fn from_cgroup(text: &str) -> Option<Container> {
     // `id:controllers:path`; the path is the rest of the line and may hold colons (`cri-containerd:<id>`).
-    text.lines().filter_map(|line| line.splitn(3, ':').nth(2)).find_map(from_path)
+    text.lines()
+        .filter_map(|line| line.splitn(3, ':').nth(2))
+        .find_map(from_path)
 }
 
 fn from_path(path: &str) -> Option<Container> {
@@ -36,8 +46,14 @@ fn from_path(path: &str) -> Option<Container> {
 /// The id in one segment: bare, or as a unit (`docker-<id>.scope`, `kubepods-...:cri-containerd:<id>`).
 fn container_id(segment: &str) -> Option<String> {
     let segment = segment.rsplit(':').next().unwrap_or(segment);
-    let unit = segment.strip_suffix(".scope").or_else(|| segment.strip_suffix(".service")).unwrap_or(segment);
-    let id = PREFIXES.iter().find_map(|prefix| unit.strip_prefix(prefix)).unwrap_or(unit);
+    let unit = segment
+        .strip_suffix(".scope")
+        .or_else(|| segment.strip_suffix(".service"))
+        .unwrap_or(segment);
+    let id = PREFIXES
+        .iter()
+        .find_map(|prefix| unit.strip_prefix(prefix))
+        .unwrap_or(unit);
     is_id(id).then(|| id.to_owned())
 }
 
@@ -57,8 +73,15 @@ fn is_id(text: &str) -> bool {
 /// underscores (or the escape `\x2d`) for dashes.
 fn pod(segment: &str) -> Option<String> {
     let segment = segment.split(':').next().unwrap_or(segment);
-    let segment = segment.strip_suffix(".slice").unwrap_or(segment).replace("\\x2d", "-");
-    let start = if segment.starts_with("pod") { 3 } else { segment.rfind("-pod")? + 4 };
+    let segment = segment
+        .strip_suffix(".slice")
+        .unwrap_or(segment)
+        .replace("\\x2d", "-");
+    let start = if segment.starts_with("pod") {
+        3
+    } else {
+        segment.rfind("-pod")? + 4
+    };
     let uid = segment.get(start..)?.replace('_', "-");
     is_uid(&uid).then_some(uid)
 }
@@ -136,12 +159,20 @@ mod tests {
     #[case::ecs(&format!("9:cpu:/ecs/0123456789abcdef0123456789abcdef/{ID}"), None)]
     fn names_the_container(#[case] text: &str, #[case] pod_uid: Option<&str>) {
         let found = from_cgroup(text);
-        assert_eq!(found, Some(Container { id: ID.to_owned(), pod_uid: pod_uid.map(str::to_owned) }));
+        assert_eq!(
+            found,
+            Some(Container {
+                id: ID.to_owned(),
+                pod_uid: pod_uid.map(str::to_owned)
+            })
+        );
     }
 
     #[rstest]
-    #[case::fargate("1:name=systemd:/ecs/task/0123456789abcdef0123456789abcdef-4054872355",
-        "0123456789abcdef0123456789abcdef-4054872355")]
+    #[case::fargate(
+        "1:name=systemd:/ecs/task/0123456789abcdef0123456789abcdef-4054872355",
+        "0123456789abcdef0123456789abcdef-4054872355"
+    )]
     fn names_other_ids(#[case] text: &str, #[case] id: &str) {
         assert_eq!(from_cgroup(text).map(|found| found.id).as_deref(), Some(id));
     }

@@ -115,7 +115,14 @@ impl Table {
         if hint == Hint::Other {
             return false;
         }
-        self.candidates.insert(pid, Candidate { sighting, hint, fresh: true });
+        self.candidates.insert(
+            pid,
+            Candidate {
+                sighting,
+                hint,
+                fresh: true,
+            },
+        );
         true
     }
 
@@ -139,7 +146,9 @@ impl Table {
     /// Whether a process has a role.
     #[must_use]
     pub fn is_member(&self, pid: u32) -> bool {
-        self.candidates.get(&pid).is_some_and(|seen| self.processes.contains_key(&seen.sighting.key))
+        self.candidates
+            .get(&pid)
+            .is_some_and(|seen| self.processes.contains_key(&seen.sighting.key))
     }
 
     /// The processes that have a role, in no order.
@@ -170,8 +179,11 @@ impl Table {
             round.place(pid, 0);
         }
         let places = round.places;
-        self.pending =
-            places.iter().filter(|(_, place)| matches!(place, Place::Pending)).map(|(&pid, _)| pid).collect();
+        self.pending = places
+            .iter()
+            .filter(|(_, place)| matches!(place, Place::Pending))
+            .map(|(&pid, _)| pid)
+            .collect();
 
         let mut members: BTreeMap<PipelineId, Vec<(&Candidate, Role)>> = BTreeMap::new();
         for (pid, candidate) in &self.candidates {
@@ -185,10 +197,15 @@ impl Table {
             let known = self.pipelines.remove(&id);
             let was = known.as_ref().map(|known| &known.pipeline);
             let mut looks = known.as_ref().map_or(0, |known| known.looks);
-            let Some(mut pipeline) = describe(id, &members, was) else { continue };
+            let Some(mut pipeline) = describe(id, &members, was) else {
+                continue;
+            };
             if !is_complete(&pipeline) && looks < VERSION_LOOKS {
                 // A stage has more of vLLM mapped than an API server, and it is the younger one.
-                let asked = members.iter().rev().find(|(seen, role)| seen.fresh && role.is_tapped());
+                let asked = members
+                    .iter()
+                    .rev()
+                    .find(|(seen, role)| seen.fresh && role.is_tapped());
                 if let Some((seen, _)) = asked {
                     looks += 1;
                     let found = evidence.versions(seen.sighting.key);
@@ -208,7 +225,13 @@ impl Table {
                     Some(was) => was.container.clone(),
                     None => evidence.container(key),
                 };
-                let process = Process { key, parent: seen.sighting.parent, role, pipeline: id, container };
+                let process = Process {
+                    key,
+                    parent: seen.sighting.parent,
+                    role,
+                    pipeline: id,
+                    container,
+                };
                 if was != Some(&process) {
                     changes.push(Change::Process(process.clone()));
                     self.processes.insert(key, process);
@@ -234,7 +257,11 @@ impl Table {
         for _ in 0..MAX_DEPTH {
             let Some(at) = pid else { return false };
             pid = match self.candidates.get(&at) {
-                Some(Candidate { hint: Hint::Spawned, sighting, .. }) => Some(sighting.parent),
+                Some(Candidate {
+                    hint: Hint::Spawned,
+                    sighting,
+                    ..
+                }) => Some(sighting.parent),
                 Some(_) => return true,
                 None => evidence.parent(at),
             };
@@ -249,7 +276,9 @@ impl Table {
         let parents: BTreeSet<u32> = self
             .candidates
             .values()
-            .filter(|seen| seen.fresh && matches!(seen.hint, Hint::EngineCore { .. } | Hint::StageCore { .. }))
+            .filter(|seen| {
+                seen.fresh && matches!(seen.hint, Hint::EngineCore { .. } | Hint::StageCore { .. })
+            })
             .filter(|seen| !self.processes.contains_key(&seen.sighting.key))
             .map(|seen| seen.sighting.parent)
             .filter(|&parent| !self.is_below_server(parent, evidence))
@@ -259,7 +288,14 @@ impl Table {
                 && evidence.maps_zmq(sighting.key)
             {
                 let hint = Hint::Server(role::embedder(&sighting.args));
-                self.candidates.insert(parent, Candidate { sighting, hint, fresh: true });
+                self.candidates.insert(
+                    parent,
+                    Candidate {
+                        sighting,
+                        hint,
+                        fresh: true,
+                    },
+                );
             }
         }
     }
@@ -271,11 +307,22 @@ fn ends(
     pipelines: &BTreeMap<PipelineId, Known>,
     members: &BTreeMap<PipelineId, Vec<(&Candidate, Role)>>,
 ) -> Vec<Change> {
-    let alive: BTreeSet<ProcessKey> = members.values().flatten().map(|(seen, _)| seen.sighting.key).collect();
-    let mut gone: Vec<ProcessKey> = processes.keys().filter(|key| !alive.contains(key)).copied().collect();
+    let alive: BTreeSet<ProcessKey> = members
+        .values()
+        .flatten()
+        .map(|(seen, _)| seen.sighting.key)
+        .collect();
+    let mut gone: Vec<ProcessKey> = processes
+        .keys()
+        .filter(|key| !alive.contains(key))
+        .copied()
+        .collect();
     gone.sort_unstable();
     let ended = pipelines.keys().filter(|id| !members.contains_key(id)).copied();
-    gone.into_iter().map(Change::ProcessGone).chain(ended.map(Change::PipelineGone)).collect()
+    gone.into_iter()
+        .map(Change::ProcessGone)
+        .chain(ended.map(Change::PipelineGone))
+        .collect()
 }
 
 /// Whether all versions that the pipeline should have are known.
@@ -289,10 +336,13 @@ fn describe(id: PipelineId, members: &[(&Candidate, Role)], was: Option<&Pipelin
         Some(was) => was.root,
         None => members.first()?.0.sighting.key,
     };
-    let serve = members.iter().filter(|(seen, _)| seen.sighting.key == root).find_map(|(seen, _)| match &seen.hint {
-        Hint::Server(serve) => Some(serve),
-        _ => None,
-    });
+    let serve = members
+        .iter()
+        .filter(|(seen, _)| seen.sighting.key == root)
+        .find_map(|(seen, _)| match &seen.hint {
+            Hint::Server(serve) => Some(serve),
+            _ => None,
+        });
     // A root that is gone, or that inline diffusion has renamed, was read while it had its argv, if ever.
     let (model, served_model, max_model_len) = match (serve, was) {
         (Some(serve), _) => {
@@ -337,7 +387,9 @@ impl<E: Evidence> Round<'_, E> {
         if let Some(&place) = self.places.get(&pid) {
             return place;
         }
-        let Some(seen) = self.candidates.get(&pid) else { return Place::Out };
+        let Some(seen) = self.candidates.get(&pid) else {
+            return Place::Out;
+        };
         if depth > MAX_DEPTH {
             return Place::Out;
         }
@@ -351,15 +403,24 @@ impl<E: Evidence> Round<'_, E> {
     fn work_out(&mut self, seen: &Candidate, depth: usize) -> Place {
         let key = seen.sighting.key;
         let was = self.processes.get(&key).map(|was| (was.role, was.pipeline));
-        let above = self.above(seen, depth).map(|(pid, role, id)| (pid, role, was.map_or(id, |(_, home)| home)));
+        let above = self
+            .above(seen, depth)
+            .map(|(pid, role, id)| (pid, role, was.map_or(id, |(_, home)| home)));
         let home = was.map(|(_, id)| id).or(above.map(|(_, _, id)| id));
         match &seen.hint {
             Hint::Server(serve) => self.server(seen, serve, was, above),
             &Hint::ApiWorker { index } => self.root_or(home, seen, Role::ApiWorker { index }),
-            &Hint::EngineCore { rank } => {
-                self.root_or(home, seen, Role::LlmStage { stage: Some(0), replica: Some(rank) })
+            &Hint::EngineCore { rank } => self.root_or(
+                home,
+                seen,
+                Role::LlmStage {
+                    stage: Some(0),
+                    replica: Some(rank),
+                },
+            ),
+            &Hint::StageCore { stage, replica } => {
+                self.root_or(home, seen, Role::LlmStage { stage, replica })
             }
-            &Hint::StageCore { stage, replica } => self.root_or(home, seen, Role::LlmStage { stage, replica }),
             Hint::Worker => home.map_or(Place::Out, |id| Place::In(Role::Worker, id)),
             Hint::DpCoordinator => home.map_or(Place::Out, |id| Place::In(Role::Coordinator, id)),
             &Hint::DiffusionWorker { ranked } => self.diffusion_worker(seen, ranked, was, above),
@@ -420,7 +481,9 @@ impl<E: Evidence> Round<'_, E> {
             return Place::In(Role::Coordinator, id);
         }
         let fork_of = above.filter(|(pid, ..)| {
-            self.candidates.get(pid).is_some_and(|parent| parent.sighting.args == seen.sighting.args)
+            self.candidates
+                .get(pid)
+                .is_some_and(|parent| parent.sighting.args == seen.sighting.args)
         });
         if let Some((_, _, id)) = fork_of {
             return if self.age(seen) < FORK_AGE {
@@ -432,7 +495,11 @@ impl<E: Evidence> Round<'_, E> {
                 Place::Out
             };
         }
-        let role = if serve.headless { Role::Headless } else { Role::ApiServer };
+        let role = if serve.headless {
+            Role::Headless
+        } else {
+            Role::ApiServer
+        };
         let id = was.map_or_else(|| self.fresh_id(), |(_, id)| id);
         Place::In(role, id)
     }
@@ -446,7 +513,10 @@ impl<E: Evidence> Round<'_, E> {
         was: Option<(Role, PipelineId)>,
         above: Option<(u32, Role, PipelineId)>,
     ) -> Place {
-        const STAGE: Role = Role::DiffusionStage { stage: None, replica: None };
+        const STAGE: Role = Role::DiffusionStage {
+            stage: None,
+            replica: None,
+        };
         // What was known before the title came is the best evidence.
         if let Some((role @ (Role::ApiServer | Role::DiffusionStage { .. }), id)) = was {
             return Place::In(role, id);
@@ -483,8 +553,14 @@ impl<E: Evidence> Round<'_, E> {
         let Some((pid, Role::ApiServer | Role::ApiWorker { .. } | Role::Headless, id)) = above else {
             return above.map_or(Place::Out, |_| Place::Pending);
         };
-        let omni = self.pipelines.get(&id).is_some_and(|known| known.pipeline.flavor == Flavor::Omni)
-            || self.candidates.get(&pid).is_some_and(|root| matches!(&root.hint, Hint::Server(serve) if serve.omni));
+        let omni = self
+            .pipelines
+            .get(&id)
+            .is_some_and(|known| known.pipeline.flavor == Flavor::Omni)
+            || self
+                .candidates
+                .get(&pid)
+                .is_some_and(|root| matches!(&root.hint, Hint::Server(serve) if serve.omni));
         let has_workers = || {
             self.candidates.values().any(|child| {
                 child.sighting.parent == seen.sighting.key.pid
@@ -496,14 +572,22 @@ impl<E: Evidence> Round<'_, E> {
             && (self.age(seen) >= SPAWN_AGE || has_workers())
             && self.evidence.maps_zmq(seen.sighting.key)
         {
-            return Place::In(Role::DiffusionStage { stage: None, replica: None }, id);
+            return Place::In(
+                Role::DiffusionStage {
+                    stage: None,
+                    replica: None,
+                },
+                id,
+            );
         }
         Place::Pending
     }
 
     fn age(&self, seen: &Candidate) -> Duration {
         let ticks = seen.sighting.key.start_ticks;
-        self.now.saturating_sub(Duration::from_millis(ticks.saturating_mul(1000 / TICKS_PER_SECOND)))
+        self.now.saturating_sub(Duration::from_millis(
+            ticks.saturating_mul(1000 / TICKS_PER_SECOND),
+        ))
     }
 }
 
@@ -551,8 +635,17 @@ mod tests {
     fn sighting(pid: u32, parent: u32, cmdline: &str) -> Sighting {
         let args: Vec<String> = cmdline.split('\0').map(str::to_owned).collect();
         let comm = args[0].chars().take(15).collect();
-        let key = ProcessKey { pid, start_ticks: u64::from(pid) * TICKS_PER_SECOND };
-        Sighting { key, parent, session: 1, comm, args }
+        let key = ProcessKey {
+            pid,
+            start_ticks: u64::from(pid) * TICKS_PER_SECOND,
+        };
+        Sighting {
+            key,
+            parent,
+            session: 1,
+            comm,
+            args,
+        }
     }
 
     /// A table that has seen these (pid, parent, command line), and what it told.
@@ -564,8 +657,15 @@ mod tests {
 
     impl World {
         fn new(processes: &[(u32, u32, &str)]) -> (Self, Vec<Change>) {
-            let facts = Facts { zmq: (1..10_000).collect(), ..Facts::default() };
-            let mut world = Self { table: Table::default(), facts, now: Duration::from_secs(100_000) };
+            let facts = Facts {
+                zmq: (1..10_000).collect(),
+                ..Facts::default()
+            };
+            let mut world = Self {
+                table: Table::default(),
+                facts,
+                now: Duration::from_secs(100_000),
+            };
             let changes = world.see(processes);
             (world, changes)
         }
@@ -591,23 +691,38 @@ mod tests {
         }
 
         fn role(&self, pid: u32) -> Option<Role> {
-            self.table.processes().find(|process| process.key.pid == pid).map(|process| process.role)
+            self.table
+                .processes()
+                .find(|process| process.key.pid == pid)
+                .map(|process| process.role)
         }
 
         fn home(&self, pid: u32) -> Option<u32> {
-            self.table.processes().find(|process| process.key.pid == pid).map(|process| process.pipeline.0)
+            self.table
+                .processes()
+                .find(|process| process.key.pid == pid)
+                .map(|process| process.pipeline.0)
         }
 
         fn pipeline(&self, id: u32) -> &Pipeline {
-            self.table.pipelines().find(|pipeline| pipeline.id.0 == id).expect("a pipeline with this id")
+            self.table
+                .pipelines()
+                .find(|pipeline| pipeline.id.0 == id)
+                .expect("a pipeline with this id")
         }
     }
 
     const fn stage(stage: u32, replica: u32) -> Option<Role> {
-        Some(Role::LlmStage { stage: Some(stage), replica: Some(replica) })
+        Some(Role::LlmStage {
+            stage: Some(stage),
+            replica: Some(replica),
+        })
     }
 
-    const DIFFUSION: Option<Role> = Some(Role::DiffusionStage { stage: None, replica: None });
+    const DIFFUSION: Option<Role> = Some(Role::DiffusionStage {
+        stage: None,
+        replica: None,
+    });
 
     #[test]
     fn omni_pipeline_with_two_stages() {
@@ -616,7 +731,11 @@ mod tests {
             (300, 100, "VLLM::StageEngineCoreProc_stage1_replica0_DP0"),
             (100, 50, OMNI),
             (200, 100, "VLLM::StageEngineCoreProc_stage0_replica0_DP0"),
-            (150, 100, "python3\0-c\0from multiprocessing.resource_tracker import main;main(41)"),
+            (
+                150,
+                100,
+                "python3\0-c\0from multiprocessing.resource_tracker import main;main(41)",
+            ),
             (250, 200, "VLLM::Worker_TP0"),
         ]);
         let told: Vec<String> = changes
@@ -627,7 +746,16 @@ mod tests {
                 other => format!("{other:?}"),
             })
             .collect();
-        assert_eq!(told, ["pipeline 0 of 100", "process 100", "process 200", "process 250", "process 300"]);
+        assert_eq!(
+            told,
+            [
+                "pipeline 0 of 100",
+                "process 100",
+                "process 200",
+                "process 250",
+                "process 300"
+            ]
+        );
         assert_eq!(world.role(100), Some(Role::ApiServer));
         assert_eq!(world.role(200), stage(0, 0));
         assert_eq!(world.role(250), Some(Role::Worker));
@@ -641,7 +769,11 @@ mod tests {
     #[test]
     fn plain_vllm_with_data_parallel_engines_and_api_workers() {
         let (world, _) = World::new(&[
-            (100, 50, "python3\0/usr/bin/vllm\0serve\0org/m\0--data-parallel-size\02\0--max-model-len\08K"),
+            (
+                100,
+                50,
+                "python3\0/usr/bin/vllm\0serve\0org/m\0--data-parallel-size\02\0--max-model-len\08K",
+            ),
             (101, 100, "VLLM::DPCoordinator"),
             (102, 100, "VLLM::EngineCore_DP0"),
             (103, 100, "VLLM::EngineCore_DP1"),
@@ -652,7 +784,10 @@ mod tests {
         assert_eq!((world.role(102), world.role(103)), (stage(0, 0), stage(0, 1)));
         assert_eq!(world.role(105), Some(Role::ApiWorker { index: 1 }));
         let pipeline = world.pipeline(0);
-        assert_eq!((pipeline.flavor, pipeline.max_model_len), (Flavor::Vllm, Some(8192)));
+        assert_eq!(
+            (pipeline.flavor, pipeline.max_model_len),
+            (Flavor::Vllm, Some(8192))
+        );
         assert_eq!(pipeline.served_model, pipeline.model);
         assert_eq!(world.table.pipelines().count(), 1);
     }
@@ -664,14 +799,19 @@ mod tests {
         assert!(world.table.is_pending(200));
         assert_eq!(world.settle(), []);
         let changes = world.see(&[(200, 100, "VLLM::EngineCore")]);
-        assert!(matches!(&changes[..], [Change::Process(process)] if process.key.pid == 200), "{changes:?}");
+        assert!(
+            matches!(&changes[..], [Change::Process(process)] if process.key.pid == 200),
+            "{changes:?}"
+        );
         assert!(!world.table.is_pending(200));
     }
 
     #[test]
     fn a_stage_that_restarts_stays_in_its_pipeline() {
-        let (mut world, _) =
-            World::new(&[(100, 50, OMNI), (200, 100, "VLLM::StageEngineCoreProc_stage0_replica0_DP0")]);
+        let (mut world, _) = World::new(&[
+            (100, 50, OMNI),
+            (200, 100, "VLLM::StageEngineCoreProc_stage0_replica0_DP0"),
+        ]);
         let key = sighting(200, 0, "x").key;
         assert_eq!(world.lose(200), [Change::ProcessGone(key)]);
         let changes = world.see(&[(300, 100, "VLLM::StageEngineCoreProc_stage0_replica0_DP0")]);
@@ -680,15 +820,22 @@ mod tests {
 
     #[test]
     fn a_pipeline_ends_with_its_last_process() {
-        let (mut world, _) =
-            World::new(&[(100, 50, OMNI), (200, 100, "VLLM::StageEngineCoreProc_stage0_replica0_DP0")]);
+        let (mut world, _) = World::new(&[
+            (100, 50, OMNI),
+            (200, 100, "VLLM::StageEngineCoreProc_stage0_replica0_DP0"),
+        ]);
         let (root, core) = (sighting(100, 0, "x").key, sighting(200, 0, "x").key);
         assert_eq!(world.lose(100), [Change::ProcessGone(root)]);
         // The stage was handed to init: it stays where it was, with all that is known of the pipeline.
         let changes = world.see(&[(200, 1, "VLLM::StageEngineCoreProc_stage0_replica0_DP0")]);
-        assert!(matches!(&changes[..], [Change::Process(process)] if process.parent == 1 && process.pipeline.0 == 0));
+        assert!(
+            matches!(&changes[..], [Change::Process(process)] if process.parent == 1 && process.pipeline.0 == 0)
+        );
         assert_eq!(world.pipeline(0).model.as_deref(), Some("org/m"));
-        assert_eq!(world.lose(200), [Change::ProcessGone(core), Change::PipelineGone(PipelineId(0))]);
+        assert_eq!(
+            world.lose(200),
+            [Change::ProcessGone(core), Change::PipelineGone(PipelineId(0))]
+        );
         // The next one gets an id of its own.
         world.see(&[(400, 50, OMNI)]);
         assert_eq!(world.home(400), Some(1));
@@ -714,7 +861,10 @@ mod tests {
         let (mut world, _) = World::new(&[(100, 50, "vllm\0serve\0m")]);
         let key = sighting(100, 0, "x").key;
         let changes = world.see(&[(100, 50, "sleep\01000")]);
-        assert_eq!(changes, [Change::ProcessGone(key), Change::PipelineGone(PipelineId(0))]);
+        assert_eq!(
+            changes,
+            [Change::ProcessGone(key), Change::PipelineGone(PipelineId(0))]
+        );
     }
 
     #[test]
@@ -739,7 +889,11 @@ mod tests {
     #[test]
     fn headless_replicas_have_their_launcher() {
         let (world, _) = World::new(&[
-            (100, 1, "vllm\0serve\0org/m\0--omni\0--headless\0--stage-id\01\0--omni-dp-size-local\02"),
+            (
+                100,
+                1,
+                "vllm\0serve\0org/m\0--omni\0--headless\0--stage-id\01\0--omni-dp-size-local\02",
+            ),
             (200, 100, "VLLM::StageEngineCoreProc_stage1_replica3_DP0"),
             (201, 100, "VLLM::StageEngineCoreProc_stage1_replica4_DP0"),
         ]);
@@ -752,12 +906,19 @@ mod tests {
     fn engines_without_a_launcher_stay_together_by_session() {
         let mut lone = sighting(300, 1, "VLLM::EngineCore");
         lone.session = 2;
-        let (mut world, _) = World::new(&[(200, 1, "VLLM::EngineCore_DP0"), (201, 1, "VLLM::EngineCore_DP1")]);
+        let (mut world, _) =
+            World::new(&[(200, 1, "VLLM::EngineCore_DP0"), (201, 1, "VLLM::EngineCore_DP1")]);
         world.table.see(lone);
         world.settle();
-        assert_eq!((world.home(200), world.home(201), world.home(300)), (Some(0), Some(0), Some(1)));
+        assert_eq!(
+            (world.home(200), world.home(201), world.home(300)),
+            (Some(0), Some(0), Some(1))
+        );
         let pipeline = world.pipeline(0);
-        assert_eq!((pipeline.root.pid, &pipeline.model, pipeline.flavor), (200, &None, Flavor::Vllm));
+        assert_eq!(
+            (pipeline.root.pid, &pipeline.model, pipeline.flavor),
+            (200, &None, Flavor::Vllm)
+        );
     }
 
     #[test]
@@ -770,7 +931,10 @@ mod tests {
             (20_001, 20_000, "VLLM::EngineCore"),
         ]);
         assert_eq!(world.role(100), Some(Role::ApiServer));
-        assert_eq!(world.pipeline(world.home(200).unwrap()).model.as_deref(), Some("org/m"));
+        assert_eq!(
+            world.pipeline(world.home(200).unwrap()).model.as_deref(),
+            Some("org/m")
+        );
         assert_eq!(world.role(20_000), None);
         assert_ne!(world.home(20_001), world.home(200));
         // It stays so at further looks, and when the engine has ended.
@@ -805,7 +969,10 @@ mod tests {
         let (mut world, _) = World::new(&[(100, 1, OMNI), (300, 1, "vllm\0serve\0m")]);
         world.facts.zmq.remove(&200);
         world.see(&[(200, 100, SPAWN), (400, 300, SPAWN), (500, 1, SPAWN)]);
-        assert_eq!((world.role(200), world.role(400), world.role(500)), (None, None, None));
+        assert_eq!(
+            (world.role(200), world.role(400), world.role(500)),
+            (None, None, None)
+        );
     }
 
     #[test]
@@ -818,7 +985,10 @@ mod tests {
             (202, 200, "vLLM-Omni::DiffusionWorker_TP1"),
         ]);
         assert_eq!(world.role(200), DIFFUSION);
-        assert_eq!((world.role(201), world.role(202)), (Some(Role::Worker), Some(Role::Worker)));
+        assert_eq!(
+            (world.role(201), world.role(202)),
+            (Some(Role::Worker), Some(Role::Worker))
+        );
     }
 
     #[test]
@@ -903,12 +1073,23 @@ mod tests {
         // Nothing new was seen: nothing is asked.
         world.settle();
         assert_eq!(world.facts.asked.take(), [0; 0]);
-        let partly = Versions { vllm: Some("0.30.0".to_owned()), omni: None };
+        let partly = Versions {
+            vllm: Some("0.30.0".to_owned()),
+            omni: None,
+        };
         world.facts.versions.insert(200, partly.clone());
         let changes = world.see(&[(200, 100, "VLLM::StageEngineCoreProc_stage0_replica0_DP0")]);
-        assert!(matches!(&changes[..], [Change::Pipeline(pipeline), Change::Process(_)] if pipeline.versions == partly));
+        assert!(
+            matches!(&changes[..], [Change::Pipeline(pipeline), Change::Process(_)] if pipeline.versions == partly)
+        );
         // Omni's is still missing; what is known stays known.
-        world.facts.versions.insert(100, Versions { vllm: None, omni: Some("0.30.0".to_owned()) });
+        world.facts.versions.insert(
+            100,
+            Versions {
+                vllm: None,
+                omni: Some("0.30.0".to_owned()),
+            },
+        );
         let changes = world.see(&[(100, 1, OMNI)]);
         assert!(matches!(&changes[..], [Change::Pipeline(pipeline)]
             if pipeline.versions == Versions { omni: Some("0.30.0".to_owned()), ..partly.clone() }));
@@ -942,12 +1123,14 @@ mod tests {
             "vLLM-Omni::DiffusionWorker_TP1",
             "bash",
         ]);
-        (1_u32..8, 0_u32..8, 0_u64..4, 0_u32..3, cmdline).prop_map(|(pid, parent, start, session, cmdline)| {
-            let mut seen = sighting(pid, parent, cmdline);
-            seen.key.start_ticks = start;
-            seen.session = session;
-            seen
-        })
+        (1_u32..8, 0_u32..8, 0_u64..4, 0_u32..3, cmdline).prop_map(
+            |(pid, parent, start, session, cmdline)| {
+                let mut seen = sighting(pid, parent, cmdline);
+                seen.key.start_ticks = start;
+                seen.session = session;
+                seen
+            },
+        )
     }
 
     proptest! {

@@ -63,11 +63,24 @@ pub struct Serve {
 const MAX_NAME: usize = 512;
 
 /// Options without a value, as far as they matter to find a model argument behind them.
-const FLAGS: &[&str] = &["--omni", "--headless", "--enforce-eager", "--trust-remote-code", "--log-stats", "--async-chunk"];
+const FLAGS: &[&str] = &[
+    "--omni",
+    "--headless",
+    "--enforce-eager",
+    "--trust-remote-code",
+    "--log-stats",
+    "--async-chunk",
+];
 /// Beginnings of further options without a value.
 const FLAG_PREFIXES: &[&str] = &["--enable-", "--disable-", "--no-"];
 /// Options that take any number of values.
-const MANY: &[&str] = &["--served-model-name", "--lora-modules", "--api-key", "--middleware", "--cudagraph-capture-sizes"];
+const MANY: &[&str] = &[
+    "--served-model-name",
+    "--lora-modules",
+    "--api-key",
+    "--middleware",
+    "--cudagraph-capture-sizes",
+];
 
 /// Reads a command line (`/proc/<pid>/cmdline` split at NUL, empty parts left out).
 #[must_use]
@@ -89,7 +102,9 @@ pub fn classify(args: &[String]) -> Hint {
 
 /// Reads a title of the form `prefix::name`.
 fn title_hint(title: &str) -> Hint {
-    let Some((_, name)) = title.rsplit_once("::") else { return Hint::Other };
+    let Some((_, name)) = title.rsplit_once("::") else {
+        return Hint::Other;
+    };
     let ranked = |base: &str, name: &str| -> Option<bool> {
         match name.strip_prefix(base)? {
             "" => Some(false),
@@ -102,7 +117,9 @@ fn title_hint(title: &str) -> Hint {
     } else if let Some(rest) = name.strip_prefix("StageEngineCoreProc") {
         stage_core(rest).unwrap_or(Hint::Other)
     } else if let Some(rest) = name.strip_prefix("EngineCore") {
-        rank(rest).map_or(Hint::Other, |rank| Hint::EngineCore { rank: rank.unwrap_or(0) })
+        rank(rest).map_or(Hint::Other, |rank| Hint::EngineCore {
+            rank: rank.unwrap_or(0),
+        })
     } else if let Some(rest) = name.strip_prefix("APIServer_") {
         let digits = rest.strip_prefix("DP").unwrap_or(rest);
         number(digits).map_or(Hint::Other, |index| Hint::ApiWorker { index })
@@ -125,7 +142,10 @@ fn stage_core(rest: &str) -> Option<Hint> {
         return replica(Some(number(stage)?), tail);
     } else {
         rank(rest)?;
-        return Some(Hint::StageCore { stage: None, replica: None });
+        return Some(Hint::StageCore {
+            stage: None,
+            replica: None,
+        });
     };
     replica(stage, tail.strip_prefix('_')?)
 }
@@ -148,11 +168,19 @@ fn replica(stage: Option<u32>, text: &str) -> Option<Hint> {
 /// `[_DP{n}]` and nothing else.
 #[expect(clippy::option_option, reason = "no rank is a valid title, garbage is none")]
 fn rank(text: &str) -> Option<Option<u32>> {
-    if text.is_empty() { Some(None) } else { number(text.strip_prefix("_DP")?).map(Some) }
+    if text.is_empty() {
+        Some(None)
+    } else {
+        number(text.strip_prefix("_DP")?).map(Some)
+    }
 }
 
 fn number(digits: &str) -> Option<u32> {
-    if digits.bytes().all(|b| b.is_ascii_digit()) { digits.parse().ok() } else { None }
+    if digits.bytes().all(|b| b.is_ascii_digit()) {
+        digits.parse().ok()
+    } else {
+        None
+    }
 }
 
 /// `python -c "from multiprocessing.spawn import spawn_main; spawn_main(...)" --multiprocessing-fork`. The
@@ -201,7 +229,10 @@ pub fn embedder(args: &[String]) -> Serve {
         Some(at) => options(args.get(at + 1..).unwrap_or_default()),
         // Positional arguments of an unknown program are no model.
         None => {
-            let first = args.iter().position(|arg| arg.starts_with("--")).unwrap_or(args.len());
+            let first = args
+                .iter()
+                .position(|arg| arg.starts_with("--"))
+                .unwrap_or(args.len());
             options(args.get(first..).unwrap_or_default())
         }
     }
@@ -230,7 +261,9 @@ fn program(args: &[String]) -> Option<(Program, &[String])> {
             script if is_cli(base_name(script)) => return Some((Program::Cli, after)),
             script => {
                 let module = script.strip_suffix(".py")?.replace('/', ".");
-                let start = module.rfind("vllm.entrypoints.").or_else(|| module.rfind("vllm_omni.entrypoints."))?;
+                let start = module
+                    .rfind("vllm.entrypoints.")
+                    .or_else(|| module.rfind("vllm_omni.entrypoints."))?;
                 return Some((module_program(module.get(start..)?)?, after));
             }
         }
@@ -242,10 +275,15 @@ fn is_cli(name: &str) -> bool {
 }
 
 fn module_program(module: &str) -> Option<Program> {
-    let inner = module.strip_prefix("vllm.entrypoints.").or_else(|| module.strip_prefix("vllm_omni.entrypoints."))?;
+    let inner = module
+        .strip_prefix("vllm.entrypoints.")
+        .or_else(|| module.strip_prefix("vllm_omni.entrypoints."))?;
     if inner.starts_with("cli.main") {
         Some(Program::Cli)
-    } else if inner.split('.').any(|part| part == "api_server" || part == "grpc_server") {
+    } else if inner
+        .split('.')
+        .any(|part| part == "api_server" || part == "grpc_server")
+    {
         Some(Program::ApiServer)
     } else {
         None
@@ -350,7 +388,8 @@ fn arity(option: &str) -> Takes {
 }
 
 fn is_negative_number(arg: &str) -> bool {
-    arg.strip_prefix('-').is_some_and(|rest| rest.parse::<f64>().is_ok())
+    arg.strip_prefix('-')
+        .is_some_and(|rest| rest.parse::<f64>().is_ok())
 }
 
 /// A count of tokens as vLLM reads it: `4096`, `4k` (4000), `4K` (4096), `25.6k`. `-1` and `auto` are no number.
@@ -367,7 +406,10 @@ fn tokens(value: &str) -> Option<u32> {
         _ => return None,
     };
     if unit.bytes().all(|b| b.is_ascii_uppercase()) {
-        digits.parse::<u32>().ok()?.checked_mul(1024_u32.checked_pow(exponent)?)
+        digits
+            .parse::<u32>()
+            .ok()?
+            .checked_mul(1024_u32.checked_pow(exponent)?)
     } else {
         decimal(digits, exponent * 3)
     }
@@ -379,7 +421,10 @@ fn decimal(digits: &str, shift: u32) -> Option<u32> {
     if whole.is_empty() || !whole.bytes().chain(fraction.bytes()).all(|b| b.is_ascii_digit()) {
         return None;
     }
-    let whole = whole.parse::<u64>().ok()?.checked_mul(10_u64.checked_pow(shift)?)?;
+    let whole = whole
+        .parse::<u64>()
+        .ok()?
+        .checked_mul(10_u64.checked_pow(shift)?)?;
     let mut part = 0_u64;
     let mut fraction = fraction.bytes();
     for _ in 0..shift {
@@ -406,7 +451,10 @@ mod tests {
     #[rstest]
     #[case::omni_0_30("VLLM::StageEngineCoreProc_stage0_replica0_DP0", core(Some(0), Some(0)))]
     #[case::omni_two_digits("VLLM::StageEngineCoreProc_stage12_replica34", core(Some(12), Some(34)))]
-    #[case::omni_dp_ranks_share_the_replica("VLLM::StageEngineCoreProc_stage1_replica2_DP7", core(Some(1), Some(2)))]
+    #[case::omni_dp_ranks_share_the_replica(
+        "VLLM::StageEngineCoreProc_stage1_replica2_DP7",
+        core(Some(1), Some(2))
+    )]
     #[case::omni_unknown_stage("VLLM::StageEngineCoreProc_noid_replica0_DP0", core(None, Some(0)))]
     #[case::omni_unassigned_replica("VLLM::StageEngineCoreProc_stage1_replica-1_DP0", core(Some(1), None))]
     #[case::omni_0_20("VLLM::StageEngineCoreProc_DP3", core(None, None))]
@@ -477,7 +525,10 @@ mod tests {
             "" => vec!["/usr/bin/python3 /usr/bin/vllm serve m".to_owned()],
             line => argv(line),
         };
-        let expected = Serve { model: Some("m".to_owned()), ..Serve::default() };
+        let expected = Serve {
+            model: Some("m".to_owned()),
+            ..Serve::default()
+        };
         assert_eq!(classify(&args), Hint::Server(expected));
     }
 
@@ -511,7 +562,11 @@ mod tests {
     #[case::equals_and_more("vllm serve m --served-model-name=a b", Some("m"), Some("a"))]
     #[case::underscores("vllm serve m --served_model_name a", Some("m"), Some("a"))]
     #[case::underscores_equals("vllm serve m --served_model_name=a_b", Some("m"), Some("a_b"))]
-    #[case::last_counts("vllm serve m --served-model-name a --served-model-name b", Some("m"), Some("b"))]
+    #[case::last_counts(
+        "vllm serve m --served-model-name a --served-model-name b",
+        Some("m"),
+        Some("b")
+    )]
     #[case::model_option("vllm serve --port 1 --model org/m", Some("org/m"), None)]
     #[case::option_beats_position("vllm serve m --model n", Some("n"), None)]
     #[case::model_behind_values("vllm serve -tp 2 --port 8000 m", Some("m"), None)]
@@ -526,7 +581,10 @@ mod tests {
     #[case::json_values("vllm serve m --hf-overrides.a_b.model x --rope-scaling {}", Some("m"), None)]
     fn reads_names(#[case] line: &str, #[case] model: Option<&str>, #[case] served: Option<&str>) {
         let serve = serve(line);
-        assert_eq!((serve.model.as_deref(), serve.served_model.as_deref()), (model, served));
+        assert_eq!(
+            (serve.model.as_deref(), serve.served_model.as_deref()),
+            (model, served)
+        );
     }
 
     #[rstest]
@@ -544,8 +602,14 @@ mod tests {
     #[case::unit_alone("k", None)]
     #[case::wide_character("4\u{212a}", None)]
     fn reads_lengths(#[case] value: &str, #[case] tokens: Option<u32>) {
-        assert_eq!(serve(&format!("vllm serve m --max-model-len {value}")).max_model_len, tokens);
-        assert_eq!(serve(&format!("vllm serve m --max_model_len={value}")).max_model_len, tokens);
+        assert_eq!(
+            serve(&format!("vllm serve m --max-model-len {value}")).max_model_len,
+            tokens
+        );
+        assert_eq!(
+            serve(&format!("vllm serve m --max_model_len={value}")).max_model_len,
+            tokens
+        );
     }
 
     #[test]
@@ -561,11 +625,19 @@ mod tests {
 
     #[test]
     fn reads_an_embedder() {
-        let serve = embedder(&argv("python3 /app/main.py serve org/m --omni --served-model-name x"));
-        assert_eq!((serve.model.as_deref(), serve.served_model.as_deref()), (Some("org/m"), Some("x")));
+        let serve = embedder(&argv(
+            "python3 /app/main.py serve org/m --omni --served-model-name x",
+        ));
+        assert_eq!(
+            (serve.model.as_deref(), serve.served_model.as_deref()),
+            (Some("org/m"), Some("x"))
+        );
         assert!(serve.omni);
         let worker = embedder(&argv("python3 -m dynamo.vllm --model org/n --max-model-len 2K"));
-        assert_eq!((worker.model.as_deref(), worker.max_model_len), (Some("org/n"), Some(2048)));
+        assert_eq!(
+            (worker.model.as_deref(), worker.max_model_len),
+            (Some("org/n"), Some(2048))
+        );
         assert_eq!(embedder(&argv("python3 offline.py input.txt")), Serve::default());
     }
 

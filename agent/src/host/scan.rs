@@ -5,14 +5,7 @@
 //! the same pid by the inode number of its directory, which procfs gives away afresh: so a process that was seen and
 //! found uninteresting costs nothing but its part of the listing.
 
-use std::{
-    collections::HashMap,
-    fs, io,
-    io::Read,
-    os::unix::fs::DirEntryExt,
-    path::PathBuf,
-    time::Duration,
-};
+use std::{collections::HashMap, fs, io, io::Read, os::unix::fs::DirEntryExt, path::PathBuf, time::Duration};
 
 use procfs::{FromRead, ProcError, process::Process as ProcProcess};
 
@@ -64,7 +57,10 @@ pub struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { proc_root: PathBuf::from("/proc"), scan_interval: Duration::from_secs(2) }
+        Self {
+            proc_root: PathBuf::from("/proc"),
+            scan_interval: Duration::from_secs(2),
+        }
     }
 }
 
@@ -82,9 +78,16 @@ impl Host {
     /// Knows nothing until the first [`Self::scan`].
     #[must_use]
     pub fn new(settings: Settings) -> Self {
-        let Settings { proc_root, scan_interval } = settings;
+        let Settings {
+            proc_root,
+            scan_interval,
+        } = settings;
         Self {
-            proc: Proc { root: proc_root, known: HashMap::new(), round: 0 },
+            proc: Proc {
+                root: proc_root,
+                known: HashMap::new(),
+                round: 0,
+            },
             table: Table::default(),
             scan_interval,
             now: Duration::ZERO,
@@ -95,7 +98,10 @@ impl Host {
     pub fn scan(&mut self) -> Result<Vec<Change>, HostError> {
         self.now = self.proc.uptime()?;
         self.proc.round = self.proc.round.wrapping_add(1);
-        let error = |source| HostError::Proc { path: self.proc.root.clone(), source };
+        let error = |source| HostError::Proc {
+            path: self.proc.root.clone(),
+            source,
+        };
         let entries: Vec<(u32, u64)> = fs::read_dir(&self.proc.root)
             .map_err(error)?
             .filter_map(|entry| {
@@ -150,8 +156,16 @@ impl Host {
     /// How long to wait before the next [`Self::scan`]: the scan interval, or less while a title may still come.
     #[must_use]
     pub fn next_look(&self) -> Duration {
-        let due = self.proc.known.iter().filter(|(pid, _)| self.table.is_candidate(**pid)).map(|(_, known)| known.due);
-        due.min().map_or(self.scan_interval, |due| due.saturating_sub(self.now).clamp(FIRST_PAUSE, self.scan_interval))
+        let due = self
+            .proc
+            .known
+            .iter()
+            .filter(|(pid, _)| self.table.is_candidate(**pid))
+            .map(|(_, known)| known.due);
+        due.min().map_or(self.scan_interval, |due| {
+            due.saturating_sub(self.now)
+                .clamp(FIRST_PAUSE, self.scan_interval)
+        })
     }
 
     /// Whether a process has a role. Forks of other processes need no [`Self::examine`].
@@ -184,7 +198,11 @@ impl Host {
             return;
         }
         let is_candidate = self.table.see(seen);
-        let longest = if is_candidate && !self.table.is_member(pid) { PENDING_PAUSE } else { LONGEST_PAUSE };
+        let longest = if is_candidate && !self.table.is_member(pid) {
+            PENDING_PAUSE
+        } else {
+            LONGEST_PAUSE
+        };
         self.proc.remember(pid, inode, parent, self.now, longest);
     }
 }
@@ -213,10 +231,15 @@ struct Proc {
 impl Proc {
     fn uptime(&self) -> Result<Duration, HostError> {
         let path = self.root.join("uptime");
-        let uptime = fs::File::open(&path).map_err(ProcError::from).and_then(procfs::Uptime::from_read);
+        let uptime = fs::File::open(&path)
+            .map_err(ProcError::from)
+            .and_then(procfs::Uptime::from_read);
         match uptime {
             Ok(uptime) => Ok(uptime.uptime_duration()),
-            Err(error) => Err(HostError::Proc { path, source: io::Error::other(error.to_string()) }),
+            Err(error) => Err(HostError::Proc {
+                path,
+                source: io::Error::other(error.to_string()),
+            }),
         }
     }
 
@@ -237,8 +260,21 @@ impl Proc {
             Some(known) if known.inode == inode => (known.pause * 2).min(longest),
             _ => FIRST_PAUSE,
         };
-        let due = if longest == Duration::MAX { Duration::MAX } else { now + pause };
-        self.known.insert(pid, KnownPid { inode, parent, due, pause, round: self.round });
+        let due = if longest == Duration::MAX {
+            Duration::MAX
+        } else {
+            now + pause
+        };
+        self.known.insert(
+            pid,
+            KnownPid {
+                inode,
+                parent,
+                due,
+                pause,
+                round: self.round,
+            },
+        );
     }
 
     fn process(&self, pid: u32) -> Option<ProcProcess> {
@@ -248,7 +284,12 @@ impl Proc {
     /// The start of a file of a process; `None`: it is gone, or the file is closed to us.
     fn read(process: &ProcProcess, name: &str, limit: u64) -> Option<Vec<u8>> {
         let mut bytes = Vec::new();
-        process.open_relative(name).ok()?.take(limit).read_to_end(&mut bytes).ok()?;
+        process
+            .open_relative(name)
+            .ok()?
+            .take(limit)
+            .read_to_end(&mut bytes)
+            .ok()?;
         Some(bytes)
     }
 
@@ -262,7 +303,10 @@ impl Proc {
 
 impl Evidence for Proc {
     fn parent(&self, pid: u32) -> Option<u32> {
-        self.known.get(&pid).map(|known| known.parent).filter(|&parent| parent > 0)
+        self.known
+            .get(&pid)
+            .map(|known| known.parent)
+            .filter(|&parent| parent > 0)
     }
 
     fn sight(&self, pid: u32) -> Option<Sighting> {
@@ -278,7 +322,10 @@ impl Evidence for Proc {
             .map(|arg| String::from_utf8_lossy(arg).into_owned())
             .collect();
         Some(Sighting {
-            key: ProcessKey { pid, start_ticks: stat.starttime },
+            key: ProcessKey {
+                pid,
+                start_ticks: stat.starttime,
+            },
             parent: u32::try_from(stat.ppid).ok()?,
             session: u32::try_from(stat.session).unwrap_or(0),
             comm: stat.comm,
@@ -296,7 +343,9 @@ impl Evidence for Proc {
     }
 
     fn versions(&self, key: ProcessKey) -> Versions {
-        let Some(maps) = self.maps(key) else { return Versions::default() };
+        let Some(maps) = self.maps(key) else {
+            return Versions::default();
+        };
         versions::find(&self.root, key.pid, &maps).unwrap_or_else(|error| {
             tracing::debug!(pid = key.pid, %error, "no package versions");
             Versions::default()

@@ -140,7 +140,13 @@ impl Root {
 
     fn open(&self, path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
         let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
-        Ok(openat2(&self.0, path, flags | OFlags::CLOEXEC, Mode::empty(), resolve)?)
+        Ok(openat2(
+            &self.0,
+            path,
+            flags | OFlags::CLOEXEC,
+            Mode::empty(),
+            resolve,
+        )?)
     }
 
     /// The text of a regular file, up to `limit` bytes.
@@ -172,7 +178,10 @@ impl Root {
     /// vLLM-Omni's version: it is pure Python, so it lies beside vLLM, or an editable install points elsewhere.
     fn omni(&self, site: &Path) -> Option<String> {
         self.version_file(&site.join("vllm_omni")).or_else(|| {
-            let (_, raw) = self.distributions(site).into_iter().find(|(name, _)| name == "vllm_omni")?;
+            let (_, raw) = self
+                .distributions(site)
+                .into_iter()
+                .find(|(name, _)| name == "vllm_omni")?;
             version(&raw)
         })
     }
@@ -188,9 +197,12 @@ impl Root {
             let mut found = Vec::new();
             for entry in Dir::read_from(folder)?.take(MAX_ENTRIES) {
                 let entry = entry?;
-                let Ok(name) = entry.file_name().to_str() else { continue };
-                let Some((name, version)) =
-                    name.strip_suffix(".dist-info").and_then(|name| name.split_once('-'))
+                let Ok(name) = entry.file_name().to_str() else {
+                    continue;
+                };
+                let Some((name, version)) = name
+                    .strip_suffix(".dist-info")
+                    .and_then(|name| name.split_once('-'))
                 else {
                     continue;
                 };
@@ -221,7 +233,10 @@ impl Root {
 fn assignment(text: &str) -> Option<String> {
     text.lines().find_map(|line| {
         let (names, value) = line.rsplit_once('=')?;
-        if !names.split('=').any(|name| matches!(name.trim(), "version" | "__version__")) {
+        if !names
+            .split('=')
+            .any(|name| matches!(name.trim(), "version" | "__version__"))
+        {
             return None;
         }
         let value = value.trim();
@@ -251,7 +266,8 @@ mod tests {
 
     const SITE: &str = "/usr/lib/python3/site-packages";
     const MAPS: &str = "7f00-7f01 r-xp 00000000 00:2d 99   /usr/lib/python3/site-packages/vllm/_C.abi3.so\n";
-    const GENERATED: &str = "__version__ = version = '0.30.0'\n__version_tuple__ = version_tuple = (0, 30, 0)\n";
+    const GENERATED: &str =
+        "__version__ = version = '0.30.0'\n__version_tuple__ = version_tuple = (0, 30, 0)\n";
     const OWNER: &str = "../../../bin/vllm,sha256=x,332\nvllm/__init__.py,sha256=x,10\n";
 
     /// A procfs with one process, pid 7, whose root holds these files.
@@ -332,7 +348,10 @@ mod tests {
              /src/vllm/vllm/_C_stable_libtorch.abi3.so\n"
         );
         let versions = fake.find(&maps).unwrap();
-        assert_eq!((versions.vllm.as_deref(), versions.omni.as_deref()), (Some("0.30.0"), Some("0.30.0")));
+        assert_eq!(
+            (versions.vllm.as_deref(), versions.omni.as_deref()),
+            (Some("0.30.0"), Some("0.30.0"))
+        );
     }
 
     #[rstest]
@@ -342,7 +361,9 @@ mod tests {
     #[case::deleted("vllm/spinloop.abi3.so (deleted)")]
     fn finds_the_place_by_other_libraries(#[case] library: &str) {
         let fake = Fake::new(&[("vllm/_version.py", GENERATED)]);
-        let versions = fake.find(&format!("1-2 r-xp 0 00:2d 98      {SITE}/{library}\n")).unwrap();
+        let versions = fake
+            .find(&format!("1-2 r-xp 0 00:2d 98      {SITE}/{library}\n"))
+            .unwrap();
         assert_eq!(versions.vllm.as_deref(), Some("0.30.0"));
     }
 
@@ -351,7 +372,9 @@ mod tests {
         let fake = Fake::new(&[]);
         fs::create_dir_all(fake.at("/my env/site packages/vllm")).unwrap();
         fs::write(fake.at("/my env/site packages/vllm/_version.py"), GENERATED).unwrap();
-        let versions = fake.find("1-2 r-xp 0 00:2d 98 /my env/site packages/vllm/_C.abi3.so\n").unwrap();
+        let versions = fake
+            .find("1-2 r-xp 0 00:2d 98 /my env/site packages/vllm/_C.abi3.so\n")
+            .unwrap();
         assert_eq!(versions.vllm.as_deref(), Some("0.30.0"));
     }
 
@@ -388,7 +411,13 @@ mod tests {
         let fake = Fake::new(&[]);
         fs::create_dir_all(fake.site("vllm")).unwrap();
         // Opening a pipe that nobody writes to would wait for ever.
-        assert!(Command::new("mkfifo").arg(fake.site("vllm/_version.py")).status().unwrap().success());
+        assert!(
+            Command::new("mkfifo")
+                .arg(fake.site("vllm/_version.py"))
+                .status()
+                .unwrap()
+                .success()
+        );
         assert_eq!(fake.vllm(), None);
         fs::remove_file(fake.site("vllm/_version.py")).unwrap();
         fs::create_dir(fake.site("vllm/_version.py")).unwrap();
