@@ -45,7 +45,8 @@ fn main() {
     for (name, size) in SIZES {
         let [none, empty, ours] = measure(size);
         lines.push(format!(
-            "  \"{name}\": {{\"call_ns\": {none:.1}, \"empty_hit_ns\": {:.1}, \"hit_ns\": {:.1}, \"ratio\": {:.3}}}",
+            "  \"{name}\": {{\"call_ns\": {none:.1}, \"empty_hit_ns\": {:.1}, \"hit_ns\": {:.1}, \
+             \"ratio\": {:.3}}}",
             empty - none,
             ours - none,
             (ours - none) / (empty - none)

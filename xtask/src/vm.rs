@@ -85,6 +85,8 @@ impl Arch {
 const ROOT_SUITE: &str = "bookworm";
 const ROOT_PACKAGES: [&str; 3] = ["libzmq5", "dash", "coreutils"];
 
+const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+
 /// Runs the task.
 pub(crate) fn run(args: &Args) -> Result<()> {
     if args.list {
@@ -464,9 +466,7 @@ impl Apt {
         let apt = Self { dir, arch };
         let (mirror, security) = mirrors()?;
         let source = |uri: &str, suite: &str| {
-            format!(
-                "deb [target=Packages signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {uri} {suite} main\n"
-            )
+            format!("deb [target=Packages signed-by={KEYRING}] {uri} {suite} main\n")
         };
         let mut sources = source(&mirror, suite);
         if suite != "sid"
