@@ -1,2 +1,366 @@
 //! The event layout that the BPF programs write and the agent reads.
-#![cfg_attr(target_arch = "bpf", no_std)]
+//!
+//! Everything both sides must agree on is here and nowhere else: names of programs and maps, the records in
+//! the ring buffer, the configuration, the counters. All integers are in the host's byte order: a record
+//! never leaves the machine that wrote it.
+#![no_std]
+#![forbid(unsafe_code)]
+
+use core::mem::{offset_of, size_of};
+
+/// Names of the programs in the object.
+pub mod program {
+    /// Entry uprobe on `zmq_msg_send(zmq_msg_t *msg, void *socket, int flags)`.
+    ///
+    /// It reads the three arguments from their registers, so it may also be attached some instructions behind
+    /// the entry, as long as those registers still hold the arguments.
+    pub const ZMQ_MSG_SEND: &str = "zmq_msg_send";
+    /// Raw tracepoint `sched_process_exec`: every exec on the host, for discovery.
+    pub const PROCESS_EXEC: &str = "process_exec";
+    /// Raw tracepoint `task_newtask`: new processes (not threads) of watched parents.
+    pub const PROCESS_FORK: &str = "process_fork";
+    /// Raw tracepoint `sched_process_exit`: ends of the main threads of watched processes.
+    pub const PROCESS_EXIT: &str = "process_exit";
+
+    /// Each raw tracepoint program with the tracepoint it belongs to.
+    ///
+    /// Raw tracepoints need no tracefs and no field offsets, which differ between kernels (the pids
+    /// of `sched_process_fork` lie at other places in 6.18 than in 6.1).
+    pub const TRACEPOINTS: [(&str, &str); 3] = [
+        (PROCESS_EXEC, "sched_process_exec"),
+        (PROCESS_FORK, "task_newtask"),
+        (PROCESS_EXIT, "sched_process_exit"),
+    ];
+}
+
+/// Names of the maps in the object.
+pub mod map {
+    /// Ring buffer of all records, in the order in which they were reserved. Its size may be set at load time.
+    pub const EVENTS: &str = "EVENTS";
+    /// Hash from process id (`u32`, initial PID namespace) to [`watch`](crate::watch) flags (`u32`).
+    pub const WATCHED: &str = "WATCHED";
+    /// Array of one [`Config`](crate::Config).
+    pub const CONFIG: &str = "CONFIG";
+    /// Per-CPU array of `u64`, indexed by [`Counter`](crate::Counter).
+    pub const COUNTERS: &str = "COUNTERS";
+    /// Multipart messages of which the payload has been seen and the last part has not. Kernel side only.
+    pub const MESSAGES: &str = "MESSAGES";
+}
+
+/// Flags in the `WATCHED` map. The agent writes a process's flags once; the bits above [`watch::MASK`] are
+/// the programs' own.
+pub mod watch {
+    /// Frames that the process hands to `zmq_msg_send` are captured.
+    pub const FRAMES: u32 = 1;
+    /// Forks and the end of the process are reported.
+    pub const LIFE: u32 = 2;
+    /// The bits that the agent may set.
+    pub const MASK: u32 = 0xffff;
+    /// One message of the process in `MESSAGES`: the programs count them in the upper bits, so that a process
+    /// that has none there, which is the rule, costs no second lookup.
+    pub const OPEN_MESSAGE: u32 = 0x1_0000;
+}
+
+/// Flags of a frame record.
+pub mod flag {
+    /// More parts of the same message follow (`ZMQ_SNDMORE`).
+    pub const MORE: u32 = 1;
+    /// A part behind the payload of its message: header only.
+    pub const AUX: u32 = 2;
+    /// The content could not be read (a page not present): header only. Also counted.
+    pub const UNREADABLE: u32 = 4;
+}
+
+/// A part with MORE that is at most this long and comes before the payload is a prefix: an identity, an
+/// empty delimiter, a request type. The payload is the first part that is longer, or the last part.
+///
+/// Prefixes are captured as frames of their own. The shortest payload that has parts behind it is an output
+/// with a tensor, over 60 bytes.
+pub const PREFIX_MAX: u64 = 32;
+
+/// A multipart message whose last part has not come after this time counts as given up: its sender got an
+/// error, or the kernel missed a hit of the probe. In nanoseconds.
+pub const MESSAGE_TIMEOUT_NS: u64 = 1_000_000_000;
+
+/// Largest and default value of [`Config::capture_limit`].
+pub const CAPTURE_LIMIT_MAX: u32 = 64 * 1024;
+/// Most bytes that are kept of the end of a frame larger than the capture limit.
+pub const TAIL_MAX: u32 = 4096;
+/// Bytes of content that a frame record has room for: the smallest that fits is taken.
+pub const SIZE_CLASSES: [u32; 6] = [64, 256, 1024, 4096, 16 * 1024, 64 * 1024];
+
+/// Settings that the programs read on each hit, so that they can be changed while running.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Most bytes of a frame that are captured, at most [`CAPTURE_LIMIT_MAX`].
+    ///
+    /// A longer frame gives its last `min(capture_limit / 4, TAIL_MAX)` bytes as tail, and as many of its first
+    /// bytes as the rest of the limit allows.
+    pub capture_limit: u32,
+    /// When the reader is woken. 0 leaves it to the kernel, which wakes a reader that had caught up, at the
+    /// sender's cost. Otherwise at this many unread bytes in the ring, and the reader looks by itself on a
+    /// timer. Keep it well below the size of the ring.
+    pub wakeup_bytes: u32,
+}
+
+impl Config {
+    /// The form that the `CONFIG` map takes.
+    #[must_use]
+    pub fn to_bytes(self) -> [u8; size_of::<Self>()] {
+        let Self {
+            capture_limit,
+            wakeup_bytes,
+        } = self;
+        let mut bytes = [0; size_of::<Self>()];
+        let (limit, wakeup) = bytes.split_at_mut(offset_of!(Self, wakeup_bytes));
+        limit.copy_from_slice(&capture_limit.to_ne_bytes());
+        wakeup.copy_from_slice(&wakeup_bytes.to_ne_bytes());
+        bytes
+    }
+}
+
+/// What a record is about: its first four bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum Kind {
+    /// A frame handed to `zmq_msg_send`: [`FrameHeader`], then head, then tail.
+    Frame = 1,
+    /// A process called exec: [`ProcessRecord`].
+    Exec = 2,
+    /// A watched process made a child: [`ProcessRecord`] of the parent. The child is found in /proc, as its
+    /// pid would need a read of kernel memory, which lockdown forbids.
+    Fork = 3,
+    /// The main thread of a watched process ended: [`ProcessRecord`]. Its other threads may outlive it.
+    Exit = 4,
+}
+
+/// Start of a frame record. The head follows at once, the tail follows the head.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FrameHeader {
+    /// [`Kind::Frame`].
+    pub kind: u32,
+    /// [`flag`] bits.
+    pub flags: u32,
+    /// `CLOCK_MONOTONIC` at the call, in nanoseconds (`bpf_ktime_get_ns`).
+    pub time_ns: u64,
+    /// Sending process (initial PID namespace).
+    pub tgid: u32,
+    /// Sending thread.
+    pub tid: u32,
+    /// Address of the libzmq socket in that process.
+    pub socket: u64,
+    /// Address of the content in that process.
+    pub content: u64,
+    /// Size of the whole frame in bytes.
+    pub size: u64,
+    /// Captured bytes of its start.
+    pub head_len: u32,
+    /// Captured bytes of its end; 0 where the head is the whole frame.
+    pub tail_len: u32,
+}
+
+/// The record of [`Kind::Exec`], [`Kind::Fork`] and [`Kind::Exit`].
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProcessRecord {
+    /// One of the three kinds.
+    pub kind: u32,
+    /// The process (initial PID namespace).
+    pub tgid: u32,
+    /// `CLOCK_MONOTONIC` in nanoseconds.
+    pub time_ns: u64,
+}
+
+const _: () = {
+    assert!(size_of::<Config>() == 8 && offset_of!(Config, wakeup_bytes) == 4);
+    assert!(size_of::<FrameHeader>() == 56);
+    assert!(offset_of!(FrameHeader, time_ns) == 8 && offset_of!(FrameHeader, tgid) == 16);
+    assert!(offset_of!(FrameHeader, tid) == 20 && offset_of!(FrameHeader, socket) == 24);
+    assert!(offset_of!(FrameHeader, content) == 32 && offset_of!(FrameHeader, size) == 40);
+    assert!(offset_of!(FrameHeader, head_len) == 48 && offset_of!(FrameHeader, tail_len) == 52);
+    assert!(size_of::<ProcessRecord>() == 16 && offset_of!(ProcessRecord, time_ns) == 8);
+};
+
+/// Index into the `COUNTERS` map.
+///
+/// Each hit of the probe in a process ends in exactly one of those up to [`Counter::LostUnknownType`], so
+/// their sum is the number of hits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum Counter {
+    /// Frames written to the ring with content (prefixes and payloads).
+    Captured = 0,
+    /// Parts behind a payload, written as header only.
+    Aux = 1,
+    /// Frames of at most one byte without MORE, dropped on purpose: wake-ups and notifications.
+    Short = 2,
+    /// Hits in a process that is not in `WATCHED`.
+    Unwatched = 3,
+    /// Frames lost because the ring was full.
+    LostRingFull = 4,
+    /// Frames lost, or written without content, because the sender's memory could not be read.
+    LostUnreadable = 5,
+    /// Frames lost because their `zmq_msg_t` has a type or size that no known libzmq makes.
+    LostUnknownType = 6,
+    /// Multipart messages that could not be remembered: parts behind their payload count as frames.
+    MessageNotKept = 7,
+    /// Exec, fork and exit records written.
+    Process = 8,
+    /// Exec, fork and exit records lost because the ring was full.
+    LostProcess = 9,
+}
+
+impl Counter {
+    /// All of them, in the order of their index.
+    pub const ALL: [Self; 10] = [
+        Self::Captured,
+        Self::Aux,
+        Self::Short,
+        Self::Unwatched,
+        Self::LostRingFull,
+        Self::LostUnreadable,
+        Self::LostUnknownType,
+        Self::MessageNotKept,
+        Self::Process,
+        Self::LostProcess,
+    ];
+
+    /// The label value.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Captured => "captured",
+            Self::Aux => "aux",
+            Self::Short => "short",
+            Self::Unwatched => "unwatched",
+            Self::LostRingFull => "ring_full",
+            Self::LostUnreadable => "unreadable",
+            Self::LostUnknownType => "unknown_type",
+            Self::MessageNotKept => "message_not_kept",
+            Self::Process => "process",
+            Self::LostProcess => "process_ring_full",
+        }
+    }
+
+    /// Whether it counts something that the agent should have got and did not.
+    #[must_use]
+    pub fn is_loss(self) -> bool {
+        match self {
+            Self::Captured | Self::Aux | Self::Short | Self::Unwatched | Self::Process => false,
+            Self::LostRingFull
+            | Self::LostUnreadable
+            | Self::LostUnknownType
+            | Self::MessageNotKept
+            | Self::LostProcess => true,
+        }
+    }
+}
+
+/// A record, borrowed from the ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Record<'a> {
+    /// A frame.
+    Frame {
+        /// Its header.
+        header: FrameHeader,
+        /// Captured bytes of its start: the whole frame where it is as long as `header.size`.
+        head: &'a [u8],
+        /// Captured bytes of its end.
+        tail: &'a [u8],
+    },
+    /// An exec, fork or exit.
+    Process(Kind, ProcessRecord),
+}
+
+/// Why bytes are no record: the object and the agent are of different builds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RecordError {
+    /// Shorter than its own header says.
+    Short {
+        /// Bytes that it would need.
+        needed: usize,
+        /// Bytes that there are.
+        len: usize,
+    },
+    /// Its first four bytes name no kind.
+    UnknownKind(u32),
+}
+
+impl core::fmt::Display for RecordError {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            Self::Short { needed, len } => write!(f, "record of {len} bytes needs {needed}"),
+            Self::UnknownKind(kind) => write!(f, "record of unknown kind {kind}"),
+        }
+    }
+}
+
+impl core::error::Error for RecordError {}
+
+impl<'a> Record<'a> {
+    /// Takes one item of the ring apart. Room behind the captured bytes is ignored.
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, RecordError> {
+        let kind = u32_at(bytes, 0)?;
+        if kind == Kind::Frame as u32 {
+            let header = FrameHeader {
+                kind,
+                flags: u32_at(bytes, offset_of!(FrameHeader, flags))?,
+                time_ns: u64_at(bytes, offset_of!(FrameHeader, time_ns))?,
+                tgid: u32_at(bytes, offset_of!(FrameHeader, tgid))?,
+                tid: u32_at(bytes, offset_of!(FrameHeader, tid))?,
+                socket: u64_at(bytes, offset_of!(FrameHeader, socket))?,
+                content: u64_at(bytes, offset_of!(FrameHeader, content))?,
+                size: u64_at(bytes, offset_of!(FrameHeader, size))?,
+                head_len: u32_at(bytes, offset_of!(FrameHeader, head_len))?,
+                tail_len: u32_at(bytes, offset_of!(FrameHeader, tail_len))?,
+            };
+            let tail_at = size_of::<FrameHeader>().saturating_add(header.head_len as usize);
+            return Ok(Self::Frame {
+                header,
+                head: slice(bytes, size_of::<FrameHeader>(), header.head_len as usize)?,
+                tail: slice(bytes, tail_at, header.tail_len as usize)?,
+            });
+        }
+        let known = match kind {
+            k if k == Kind::Exec as u32 => Kind::Exec,
+            k if k == Kind::Fork as u32 => Kind::Fork,
+            k if k == Kind::Exit as u32 => Kind::Exit,
+            k => return Err(RecordError::UnknownKind(k)),
+        };
+        let record = ProcessRecord {
+            kind,
+            tgid: u32_at(bytes, offset_of!(ProcessRecord, tgid))?,
+            time_ns: u64_at(bytes, offset_of!(ProcessRecord, time_ns))?,
+        };
+        Ok(Self::Process(known, record))
+    }
+}
+
+fn slice(bytes: &[u8], at: usize, len: usize) -> Result<&[u8], RecordError> {
+    let end = at.saturating_add(len);
+    bytes.get(at..end).ok_or(RecordError::Short {
+        needed: end,
+        len: bytes.len(),
+    })
+}
+
+fn array<const N: usize>(bytes: &[u8], at: usize) -> Result<[u8; N], RecordError> {
+    bytes
+        .get(at..)
+        .and_then(|rest| rest.first_chunk())
+        .copied()
+        .ok_or(RecordError::Short {
+            needed: at.saturating_add(N),
+            len: bytes.len(),
+        })
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> Result<u32, RecordError> {
+    array(bytes, at).map(u32::from_ne_bytes)
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> Result<u64, RecordError> {
+    array(bytes, at).map(u64::from_ne_bytes)
+}

@@ -1,3 +1,10 @@
 //! What runs on this host: processes and their roles, pipelines, package versions, containers.
 
+pub mod container;
 pub mod identity;
+pub mod pipelines;
+pub mod role;
+pub mod scan;
+pub mod versions;
+
+pub use scan::{Host, HostError, Settings};

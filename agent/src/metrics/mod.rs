@@ -1,3 +1,11 @@
 //! The families: catalogue, registry with expiry, text encoder.
+//!
+//! One thread writes (the reader, through [`registry::Registry`]), other threads write the agent's own families
+//! (through [`own::Own`]), and any number of scrapes read (through [`text::Exposition`]).
 
 pub mod catalogue;
+mod number;
+pub mod own;
+pub mod registry;
+mod store;
+pub mod text;

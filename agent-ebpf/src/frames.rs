@@ -1,0 +1,372 @@
+//! Frames that a process hands to `zmq_msg_send`.
+
+use core::mem::MaybeUninit;
+
+use aya_ebpf::{
+    EbpfContext as _,
+    helpers::{bpf_get_current_pid_tgid, bpf_ktime_get_ns, generated::bpf_probe_read_user},
+    macros::{map, uprobe},
+    maps::LruHashMap,
+    programs::ProbeContext,
+};
+use omnitap_ebpf::{
+    CAPTURE_LIMIT_MAX, Counter, FrameHeader, Kind, MESSAGE_TIMEOUT_NS, PREFIX_MAX, SIZE_CLASSES, TAIL_MAX,
+    flag, watch,
+};
+
+use crate::maps::{EVENTS, add_u32, capture_limit, count, wakeup, watched};
+
+/// `ZMQ_SNDMORE` of zmq.h.
+const ZMQ_SNDMORE: u64 = 2;
+
+// The 64 bytes of `zmq_msg_t`, as in src/msg.hpp of libzmq 4.2 to 4.3.5: the metadata pointer, then by type
+// the bytes themselves (`vsm`), a pointer to `content_t` (`lmsg`, `zclmsg`), or pointer and size (`cmsg`);
+// then, for each type, the size of a `vsm` at 41, the type at 42.
+const TYPE_VSM: u8 = 101;
+const TYPE_LMSG: u8 = 102;
+const TYPE_CMSG: u8 = 104;
+const TYPE_ZCLMSG: u8 = 105;
+const MSG_CONTENT: u64 = 8;
+/// An aligned word that holds size (its second byte) and type (its third).
+const MSG_TYPE_WORD: u64 = 40;
+const VSM_MAX: u64 = 33;
+
+/// The time of the payload, in nanoseconds, of multipart messages whose last part has not come yet.
+///
+/// The key is the socket, not the thread: libzmq puts parts together by socket, so neither a thread that
+/// serves two sockets nor a socket that changes its thread mixes messages. An entry lives for microseconds;
+/// what a dead process leaves is evicted.
+#[map]
+static MESSAGES: LruHashMap<[u64; 2], u64> = LruHashMap::with_max_entries(1024, 0);
+
+/// Entry of `int zmq_msg_send(zmq_msg_t *msg, void *socket, int flags)`.
+#[uprobe]
+fn zmq_msg_send(ctx: ProbeContext) {
+    let counter = frame(&ctx);
+    count(counter);
+}
+
+/// An argument of the probed call. Loaded anew at each use: the compiler would keep it on the stack, of which
+/// there is little.
+#[inline(always)]
+fn arg(ctx: &ProbeContext, n: usize) -> u64 {
+    let mut regs = ctx.as_ptr();
+    // SAFETY: no instruction is emitted. The compiler can no longer tell that two loads are of one place.
+    unsafe { core::arch::asm!("/* {0} */", inout(reg) regs, options(nomem, nostack, preserves_flags)) };
+    ProbeContext::new(regs).arg(n).unwrap_or(0)
+}
+
+#[inline(always)]
+fn msg(ctx: &ProbeContext) -> u64 {
+    arg(ctx, 0)
+}
+
+#[inline(always)]
+fn socket(ctx: &ProbeContext) -> u64 {
+    arg(ctx, 1)
+}
+
+#[inline(always)]
+fn has_more(ctx: &ProbeContext) -> bool {
+    arg(ctx, 2) & ZMQ_SNDMORE != 0
+}
+
+#[inline(always)]
+fn now() -> u64 {
+    // SAFETY: the helper has no preconditions.
+    unsafe { bpf_ktime_get_ns() }
+}
+
+/// Reads `len` bytes of user memory, false when they can't be read.
+///
+/// # Safety
+///
+/// `to` must have room for `len` bytes, in a way that the verifier can follow.
+#[inline(always)]
+unsafe fn read(to: *mut u8, len: u32, from: u64) -> bool {
+    // SAFETY: of the caller for `to`; the helper checks `from`.
+    unsafe { bpf_probe_read_user(to.cast(), len, from as *const _) == 0 }
+}
+
+/// Hides a value's origin from the compiler, so that it keeps a comparison that only the verifier needs.
+#[inline(always)]
+fn opaque(mut value: u64) -> u64 {
+    // SAFETY: no instruction is emitted.
+    unsafe { core::arch::asm!("/* {0} */", inout(reg) value, options(nomem, nostack, preserves_flags)) };
+    value
+}
+
+/// Process and thread of a hit, as `bpf_get_current_pid_tgid` gives them. Lies on the stack, where the lookup
+/// needs the process id anyway, so that it need not be asked for again.
+#[repr(transparent)]
+struct Id(u64);
+
+impl Id {
+    /// The process id, where it lies.
+    #[inline(always)]
+    fn tgid(&self) -> &u32 {
+        // SAFETY: the upper half of the word: the target is little-endian.
+        unsafe { &*(&raw const self.0).cast::<u32>().add(1) }
+    }
+
+    #[inline(always)]
+    fn get(&self) -> u64 {
+        // SAFETY: a reference. Volatile, so that the word is not kept in a register, of which there are few.
+        unsafe { (&raw const self.0).read_volatile() }
+    }
+}
+
+#[inline(always)]
+fn frame(ctx: &ProbeContext) -> Counter {
+    let id = Id(bpf_get_current_pid_tgid());
+    let Some(process) = watched(id.tgid(), watch::FRAMES) else {
+        return Counter::Unwatched;
+    };
+    // SAFETY: a value of the map.
+    let has_open = unsafe { process.read_volatile() } >= watch::OPEN_MESSAGE;
+
+    // The one buffer on the stack, used three times.
+    let mut buffer = MaybeUninit::<[u64; 2]>::uninit();
+    let to = buffer.as_mut_ptr().cast::<u64>();
+
+    // SAFETY: reads into the first word of `buffer`.
+    if !unsafe { read(to.cast(), 8, msg(ctx) + MSG_TYPE_WORD) } {
+        return Counter::LostUnreadable;
+    }
+    // SAFETY: just read.
+    let word = unsafe { to.read() };
+    let kind = (word >> 16) as u8;
+    let (content, size);
+    if kind == TYPE_VSM {
+        content = msg(ctx) + MSG_CONTENT;
+        size = word >> 8 & 0xff;
+        if size > VSM_MAX {
+            return Counter::LostUnknownType;
+        }
+    } else {
+        let mut from = msg(ctx) + MSG_CONTENT;
+        if kind == TYPE_LMSG || kind == TYPE_ZCLMSG {
+            // SAFETY: reads into the first word of `buffer`.
+            if !unsafe { read(to.cast(), 8, from) } {
+                return Counter::LostUnreadable;
+            }
+            // SAFETY: just read.
+            from = unsafe { to.read() };
+        } else if kind != TYPE_CMSG {
+            return Counter::LostUnknownType;
+        }
+        // SAFETY: reads into `buffer`.
+        if !unsafe { read(to.cast(), 16, from) } {
+            return Counter::LostUnreadable;
+        }
+        // SAFETY: just read.
+        [content, size] = unsafe { buffer.assume_init() };
+    }
+
+    let is_aux = if has_open {
+        let key = buffer.write([socket(ctx), id.get() >> 32]);
+        is_behind_payload(ctx, &id, key, size)
+    } else {
+        false
+    };
+    if has_more(ctx) {
+        if !is_aux && size > PREFIX_MAX {
+            let key = buffer.write([socket(ctx), id.get() >> 32]);
+            remember(&id, key);
+        }
+    } else if size <= 1 {
+        return Counter::Short;
+    }
+    if is_aux {
+        return header_only(ctx, &id, content, size);
+    }
+    capture(ctx, &id, content, size)
+}
+
+/// Whether this part comes behind its message's payload. Forgets the message at its last part.
+#[inline(always)]
+fn is_behind_payload(ctx: &ProbeContext, id: &Id, key: &[u64; 2], size: u64) -> bool {
+    let Some(last) = MESSAGES.get_ptr_mut(key) else {
+        return false;
+    };
+    // SAFETY: a value of the map; should the entry be reused meanwhile, then by a message as young.
+    let is_open = now().wrapping_sub(unsafe { last.read_volatile() }) < MESSAGE_TIMEOUT_NS;
+    if is_open && has_more(ctx) {
+        // SAFETY: as above.
+        unsafe { last.write_volatile(now()) };
+    } else if MESSAGES.remove(key).is_ok() {
+        add_open(id, watch::OPEN_MESSAGE.wrapping_neg());
+    }
+    is_open
+}
+
+/// Remembers that a message's payload has come and further parts will.
+#[inline(always)]
+fn remember(id: &Id, key: &[u64; 2]) {
+    if MESSAGES.insert(key, now(), 0).is_ok() {
+        add_open(id, watch::OPEN_MESSAGE);
+    } else {
+        count(Counter::MessageNotKept);
+    }
+}
+
+/// Adds to the number of open messages that `WATCHED` keeps of the process. An entry that was evicted leaves
+/// it too high, which costs lookups, never a frame.
+#[inline(always)]
+fn add_open(id: &Id, number: u32) {
+    if let Some(process) = watched(id.tgid(), watch::FRAMES) {
+        // SAFETY: a value of the map.
+        unsafe {
+            // The agent may have written the value anew, and with it a number of 0.
+            if number == watch::OPEN_MESSAGE || process.read_volatile() >= watch::OPEN_MESSAGE {
+                add_u32(process, number);
+            }
+        }
+    }
+}
+
+/// A frame record with room for `N` bytes of content.
+#[repr(C)]
+struct Slot<const N: usize> {
+    header: FrameHeader,
+    content: [u8; N],
+}
+
+/// Fills all of a header but the lengths, which it sets to 0.
+///
+/// Done as soon as there is a record, and with volatile writes, so that the values leave the registers here
+/// and can be taken back from the record: the compiler would keep them on the stack.
+///
+/// # Safety
+///
+/// `to` must be a header inside a reserved record.
+#[inline(always)]
+unsafe fn write_header(
+    to: *mut FrameHeader,
+    ctx: &ProbeContext,
+    id: &Id,
+    flags: u32,
+    content: u64,
+    size: u64,
+) {
+    // SAFETY: of the caller.
+    unsafe {
+        (&raw mut (*to).content).write_volatile(content);
+        (&raw mut (*to).size).write_volatile(size);
+        (&raw mut (*to).socket).write_volatile(socket(ctx));
+        (&raw mut (*to).flags).write_volatile(if has_more(ctx) { flags | flag::MORE } else { flags });
+        (&raw mut (*to).kind).write_volatile(Kind::Frame as u32);
+        (&raw mut (*to).head_len).write_volatile(0);
+        (&raw mut (*to).tail_len).write_volatile(0);
+        let id = id.get();
+        (&raw mut (*to).tgid).write_volatile((id >> 32) as u32);
+        (&raw mut (*to).tid).write_volatile(id as u32);
+        (&raw mut (*to).time_ns).write_volatile(now());
+    }
+}
+
+#[inline(always)]
+fn header_only(ctx: &ProbeContext, id: &Id, content: u64, size: u64) -> Counter {
+    let Some(mut record) = EVENTS.reserve::<FrameHeader>(0) else {
+        return Counter::LostRingFull;
+    };
+    // SAFETY: the record is one header.
+    unsafe { write_header(record.as_mut_ptr(), ctx, id, flag::AUX, content, size) };
+    record.submit(wakeup());
+    Counter::Aux
+}
+
+#[inline(always)]
+fn capture(ctx: &ProbeContext, id: &Id, content: u64, size: u64) -> Counter {
+    const CLASSES: [usize; 6] = {
+        let [a, b, c, d, e, f] = SIZE_CLASSES;
+        [
+            a as usize, b as usize, c as usize, d as usize, e as usize, f as usize,
+        ]
+    };
+    let len = size.min(capture_limit()).min(CAPTURE_LIMIT_MAX as u64);
+    if len <= CLASSES[0] as u64 {
+        captured::<{ CLASSES[0] }>(ctx, id, content, size, len)
+    } else if len <= CLASSES[1] as u64 {
+        captured::<{ CLASSES[1] }>(ctx, id, content, size, len)
+    } else if len <= CLASSES[2] as u64 {
+        captured::<{ CLASSES[2] }>(ctx, id, content, size, len)
+    } else if len <= CLASSES[3] as u64 {
+        captured::<{ CLASSES[3] }>(ctx, id, content, size, len)
+    } else if len <= CLASSES[4] as u64 {
+        captured::<{ CLASSES[4] }>(ctx, id, content, size, len)
+    } else {
+        captured::<{ CLASSES[5] }>(ctx, id, content, size, len)
+    }
+}
+
+/// Captures `len` bytes of the content, `len` at most `N`.
+#[inline(always)]
+fn captured<const N: usize>(ctx: &ProbeContext, id: &Id, content: u64, size: u64, len: u64) -> Counter {
+    let Some(mut record) = EVENTS.reserve::<Slot<N>>(0) else {
+        return Counter::LostRingFull;
+    };
+    let slot = record.as_mut_ptr();
+    // SAFETY: `slot` is the reserved record.
+    let header = unsafe { &raw mut (*slot).header };
+    // SAFETY: as above.
+    unsafe { write_header(header, ctx, id, 0, content, size) };
+
+    // SAFETY: as above.
+    let is_read = unsafe { read_content(slot, len) };
+    if !is_read {
+        // SAFETY: as above.
+        unsafe {
+            (&raw mut (*header).flags).write((&raw mut (*header).flags).read() | flag::UNREADABLE);
+            (&raw mut (*header).head_len).write(0);
+            (&raw mut (*header).tail_len).write(0);
+        }
+    }
+    record.submit(wakeup());
+    if is_read {
+        Counter::Captured
+    } else {
+        Counter::LostUnreadable
+    }
+}
+
+/// Reads `len` bytes of the content, head and tail, and sets their lengths.
+///
+/// # Safety
+///
+/// `slot` must be a reserved record with its header written, but for the lengths.
+#[inline(always)]
+unsafe fn read_content<const N: usize>(slot: *mut Slot<N>, len: u64) -> bool {
+    let tail_max = (N as u64 / 4).min(TAIL_MAX as u64);
+    // SAFETY: of the caller for the record's fields; what is written behind `to` is checked to be in bounds.
+    unsafe {
+        let header = &raw mut (*slot).header;
+        let to = (&raw mut (*slot).content).cast::<u8>();
+        let mut head_len = len;
+        let size = (&raw const (*header).size).read_volatile();
+        if len < size {
+            // The comparisons hold since N / 4 < len <= N. They are for the verifier.
+            let tail_len = opaque((len / 4).min(TAIL_MAX as u64));
+            head_len = opaque(len - tail_len);
+            if tail_len > tail_max || head_len > N as u64 - tail_max {
+                return false;
+            }
+            (&raw mut (*header).tail_len).write_volatile(tail_len as u32);
+            let content = (&raw const (*header).content).read_volatile();
+            if !read(
+                to.add(head_len as usize),
+                tail_len as u32,
+                content + (size - tail_len),
+            ) {
+                return false;
+            }
+        }
+        head_len = opaque(head_len);
+        if head_len > N as u64 {
+            return false;
+        }
+        (&raw mut (*header).head_len).write_volatile(head_len as u32);
+        let content = (&raw const (*header).content).read_volatile();
+        read(to, head_len as u32, content)
+    }
+}

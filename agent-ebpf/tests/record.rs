@@ -1,0 +1,85 @@
+//! Records as the programs write them, taken apart.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+use omnitap_ebpf::{FrameHeader, Kind, ProcessRecord, Record, RecordError, flag};
+use rstest::rstest;
+
+fn frame(head: &[u8], tail: &[u8], room: usize) -> (FrameHeader, Vec<u8>) {
+    let header = FrameHeader {
+        kind: Kind::Frame as u32,
+        flags: flag::MORE,
+        time_ns: 0x0102_0304_0506_0708,
+        tgid: 100,
+        tid: 101,
+        socket: 0x7f00_0000_1000,
+        content: 0x7f00_0000_2000,
+        size: 1_000_000,
+        head_len: u32::try_from(head.len()).unwrap(),
+        tail_len: u32::try_from(tail.len()).unwrap(),
+    };
+    let mut bytes = Vec::new();
+    bytes.extend(header.kind.to_ne_bytes());
+    bytes.extend(header.flags.to_ne_bytes());
+    bytes.extend(header.time_ns.to_ne_bytes());
+    bytes.extend(header.tgid.to_ne_bytes());
+    bytes.extend(header.tid.to_ne_bytes());
+    bytes.extend(header.socket.to_ne_bytes());
+    bytes.extend(header.content.to_ne_bytes());
+    bytes.extend(header.size.to_ne_bytes());
+    bytes.extend(header.head_len.to_ne_bytes());
+    bytes.extend(header.tail_len.to_ne_bytes());
+    bytes.extend(head);
+    bytes.extend(tail);
+    bytes.extend(vec![0xee; room]);
+    (header, bytes)
+}
+
+#[rstest]
+#[case::header_only(b"", b"", 0)]
+#[case::exact(b"abcd", b"", 0)]
+#[case::room_behind(b"abcd", b"", 60)]
+#[case::head_and_tail(b"abcd", b"yz", 58)]
+fn frames(#[case] head: &[u8], #[case] tail: &[u8], #[case] room: usize) {
+    let (header, bytes) = frame(head, tail, room);
+    assert_eq!(Record::parse(&bytes), Ok(Record::Frame { header, head, tail }));
+}
+
+#[rstest]
+#[case::exec(Kind::Exec)]
+#[case::fork(Kind::Fork)]
+#[case::exit(Kind::Exit)]
+fn processes(#[case] kind: Kind) {
+    let mut bytes = Vec::new();
+    bytes.extend((kind as u32).to_ne_bytes());
+    bytes.extend(7_u32.to_ne_bytes());
+    bytes.extend(9_u64.to_ne_bytes());
+    let record = ProcessRecord {
+        kind: kind as u32,
+        tgid: 7,
+        time_ns: 9,
+    };
+    assert_eq!(Record::parse(&bytes), Ok(Record::Process(kind, record)));
+}
+
+#[test]
+fn each_cut_is_refused() {
+    let (_, bytes) = frame(b"abcd", b"yz", 0);
+    for len in 0..bytes.len() {
+        let cut = Record::parse(&bytes[..len]);
+        assert!(matches!(cut, Err(RecordError::Short { .. })), "{len}: {cut:?}");
+    }
+}
+
+#[test]
+fn an_unknown_kind_is_refused() {
+    assert_eq!(
+        Record::parse(&99_u32.to_ne_bytes()),
+        Err(RecordError::UnknownKind(99))
+    );
+}
+
+#[test]
+fn lengths_near_the_limit_do_not_overflow() {
+    let (_, mut bytes) = frame(b"", b"", 0);
+    bytes[48..56].fill(0xff);
+    assert!(matches!(Record::parse(&bytes), Err(RecordError::Short { .. })));
+}

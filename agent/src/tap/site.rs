@@ -1,0 +1,355 @@
+//! Chooses the instruction a probe is set on.
+//!
+//! A uprobe replaces an instruction by a breakpoint. The kernel emulates a few instructions after it (about 0.5 us a
+//! hit) and runs all others out of line in single-step mode (about 9 us). So the probe goes to the first emulated
+//! instruction of the function at which the argument registers are still as the caller left them.
+//!
+//! x86-64 (arch/x86/kernel/uprobes.c, 5.10 to 6.18): `push` of a 64-bit register with no or the 0x41 prefix, one-byte
+//! `nop` with 0x66 prefixes, and `jmp`, `jcc` and `call` with a relative target are emulated by every supported kernel.
+//! Longer `nop`s are emulated by the newest only, and those of 5 bytes may be replaced by a call there: they are passed
+//! over. aarch64 (arch/arm64/kernel/probes/decode-insn.c): relative and register branches, `adr`, `adrp` are simulated.
+
+use iced_x86::{
+    Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, OpAccess, Register,
+};
+
+/// Instructions looked at behind the entry. A prologue is shorter, and each one passed over is one that could have been
+/// reached by another way.
+const MAX_SKIPPED: u8 = 16;
+
+/// Instruction set of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arch {
+    /// x86-64.
+    X86_64,
+    /// 64-bit ARM, little endian.
+    Aarch64,
+}
+
+impl Arch {
+    /// The one that this agent was built for.
+    #[cfg(target_arch = "x86_64")]
+    pub const NATIVE: Self = Self::X86_64;
+    /// The one that this agent was built for.
+    #[cfg(target_arch = "aarch64")]
+    pub const NATIVE: Self = Self::Aarch64;
+}
+
+/// What a probe site costs, by the instruction there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum SiteKind {
+    /// Emulated `push` of a register.
+    Push,
+    /// Emulated one-byte `nop`.
+    Nop,
+    /// Emulated branch or address computation.
+    Branch,
+    /// Single-stepped: a hit costs some 20 times more.
+    Slow,
+}
+
+impl SiteKind {
+    /// All, in the order of [`SiteKind::index`].
+    pub const ALL: [Self; 4] = [Self::Push, Self::Nop, Self::Branch, Self::Slow];
+
+    /// Label value.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Push => "push",
+            Self::Nop => "nop",
+            Self::Branch => "branch",
+            Self::Slow => "slow",
+        }
+    }
+
+    /// Place in [`SiteKind::ALL`].
+    #[must_use]
+    pub const fn index(self) -> usize {
+        self as usize
+    }
+}
+
+/// Where a probe goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Site {
+    /// Bytes from the function's entry.
+    pub offset: u64,
+    /// What a hit costs.
+    pub kind: SiteKind,
+    /// Instructions between the entry and the site.
+    pub skipped: u8,
+}
+
+impl Site {
+    const ENTRY: Self = Self {
+        offset: 0,
+        kind: SiteKind::Slow,
+        skipped: 0,
+    };
+}
+
+/// The best site in a function that takes three arguments in registers, from its first bytes (the whole of it, where
+/// known: a branch back to the site is seen only then). Falls back to the entry.
+#[must_use]
+pub fn choose(arch: Arch, code: &[u8]) -> Site {
+    match arch {
+        Arch::X86_64 => x86_64(code),
+        Arch::Aarch64 => aarch64(code),
+    }
+    .unwrap_or(Site::ENTRY)
+}
+
+fn x86_64(code: &[u8]) -> Option<Site> {
+    let mut decoder = Decoder::with_ip(64, code, 0, DecoderOptions::NONE);
+    let mut info = InstructionInfoFactory::new();
+    let mut instruction = Instruction::default();
+    for skipped in 0..=MAX_SKIPPED {
+        if !decoder.can_decode() {
+            return None;
+        }
+        decoder.decode_out(&mut instruction);
+        if instruction.is_invalid() {
+            return None;
+        }
+        let start = usize::try_from(instruction.ip()).ok()?;
+        let bytes = code.get(start..start + instruction.len())?;
+        if let Some(kind) = emulated(bytes) {
+            let site = Site {
+                offset: instruction.ip(),
+                kind,
+                skipped,
+            };
+            return passed_once(code, site.offset).then_some(site);
+        }
+        if instruction.code() != Code::Endbr64
+            && (instruction.flow_control() != FlowControl::Next || writes_argument(&mut info, &instruction))
+        {
+            return None;
+        }
+    }
+    None
+}
+
+/// The kernel decides by the bytes of the instruction, so this does too.
+fn emulated(bytes: &[u8]) -> Option<SiteKind> {
+    match bytes {
+        [0x50..=0x57] | [0x41, 0x50..=0x57] => Some(SiteKind::Push),
+        [prefixes @ .., 0x90] if prefixes.iter().all(|&b| b == 0x66) => Some(SiteKind::Nop),
+        [0xeb | 0xe8 | 0xe9 | 0x70..=0x7f, ..] | [0x0f, 0x80..=0x8f, ..] => Some(SiteKind::Branch),
+        _ => None,
+    }
+}
+
+fn writes_argument(info: &mut InstructionInfoFactory, instruction: &Instruction) -> bool {
+    info.info(instruction).used_registers().iter().any(|used| {
+        matches!(
+            used.register().full_register(),
+            Register::RDI | Register::RSI | Register::RDX
+        ) && matches!(
+            used.access(),
+            OpAccess::Write | OpAccess::CondWrite | OpAccess::ReadWrite | OpAccess::ReadCondWrite
+        )
+    })
+}
+
+/// Whether no branch of the function comes back to between its entry (excluded) and the site: then one call is one hit.
+fn passed_once(code: &[u8], site: u64) -> bool {
+    if site == 0 {
+        return true;
+    }
+    Decoder::with_ip(64, code, 0, DecoderOptions::NONE)
+        .iter()
+        .all(|instruction| match instruction.flow_control() {
+            FlowControl::ConditionalBranch | FlowControl::UnconditionalBranch => {
+                !(1..=site).contains(&instruction.near_branch_target())
+            }
+            _ => true,
+        })
+}
+
+/// Passes over hints (`nop`, `bti`, `paciasp`), stores, `mov` and `add`/`sub` of an immediate into registers other than
+/// x0 to x2; takes the first simulated instruction; anything else ends the search.
+fn aarch64(code: &[u8]) -> Option<Site> {
+    let mut words = code.chunks_exact(4).zip(0_u64..);
+    for skipped in 0..=MAX_SKIPPED {
+        let (word, index) = words.next()?;
+        let word = u32::from_le_bytes(word.try_into().ok()?);
+        let offset = index * 4;
+        if simulated(word) {
+            let once = skipped == 0 || !branches_back(code, offset);
+            return once.then_some(Site {
+                offset,
+                kind: SiteKind::Branch,
+                skipped,
+            });
+        }
+        if !passed_over(word) {
+            return None;
+        }
+    }
+    None
+}
+
+fn simulated(word: u32) -> bool {
+    word & 0x7c00_0000 == 0x1400_0000 // b, bl
+        || word & 0xff00_0010 == 0x5400_0000 // b.cond
+        || word & 0x7e00_0000 == 0x3400_0000 // cbz, cbnz
+        || word & 0x7e00_0000 == 0x3600_0000 // tbz, tbnz
+        || word & 0x1f00_0000 == 0x1000_0000 // adr, adrp
+        || word & 0xff9f_fc1f == 0xd61f_0000 && word & 0x0060_0000 != 0x0060_0000 // br, blr, ret
+}
+
+fn passed_over(word: u32) -> bool {
+    let spared = word & 0x1f > 2;
+    word & 0xffff_f01f == 0xd503_201f // hints
+        || word & 0x3a40_0000 == 0x2800_0000 // stp, all kinds of registers and addressing
+            && base_is_spared(word)
+        || word & 0x3b20_0c00 == 0x3800_0400 && base_is_spared(word) && word & 0x00c0_0000 == 0 // str, post-indexed
+        || word & 0x3b20_0c00 == 0x3800_0c00 && base_is_spared(word) && word & 0x00c0_0000 == 0 // str, pre-indexed
+        || word & 0x3bc0_0000 == 0x3900_0000 // str, unsigned offset
+        || word & 0x7fe0_ffe0 == 0x2a00_03e0 && spared // mov xd, xm
+        || word & 0x3f80_0000 == 0x1100_0000 && spared // add, sub of an immediate, flags untouched (mov to and from sp too)
+}
+
+/// Pre- and post-indexed stores write their base register.
+fn base_is_spared(word: u32) -> bool {
+    (word >> 5) & 0x1f > 2
+}
+
+fn branches_back(code: &[u8], site: u64) -> bool {
+    code.chunks_exact(4).zip(0_i64..).any(|(word, index)| {
+        let Ok(bytes) = <[u8; 4]>::try_from(word) else {
+            return false;
+        };
+        let word = u32::from_le_bytes(bytes);
+        let field = |low: u32, bits: u32| -> i64 {
+            // Sign-extended field of the instruction.
+            i64::from((word >> low) << (32 - bits)) << 32 >> (64 - bits)
+        };
+        let distance = if word & 0xfc00_0000 == 0x1400_0000 {
+            field(0, 26)
+        } else if word & 0xff00_0010 == 0x5400_0000 || word & 0x7e00_0000 == 0x3400_0000 {
+            field(5, 19)
+        } else if word & 0x7e00_0000 == 0x3600_0000 {
+            field(5, 14)
+        } else {
+            return false;
+        };
+        u64::try_from((index + distance) * 4).is_ok_and(|target| (4..=site).contains(&target))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rstest::rstest;
+
+    use super::*;
+
+    fn site(offset: u64, kind: SiteKind, skipped: u8) -> Site {
+        Site {
+            offset,
+            kind,
+            skipped,
+        }
+    }
+
+    #[rstest]
+    #[case::push(&[0x55], site(0, SiteKind::Push, 0))]
+    #[case::push_r13(&[0x41, 0x55], site(0, SiteKind::Push, 0))]
+    #[case::endbr64_push(&[0xf3, 0x0f, 0x1e, 0xfa, 0x55], site(4, SiteKind::Push, 1))]
+    #[case::endbr64_push_r13(&[0xf3, 0x0f, 0x1e, 0xfa, 0x41, 0x55], site(4, SiteKind::Push, 1))]
+    #[case::sub_rsp_call(&[0x48, 0x83, 0xec, 0x18, 0xe8, 0, 1, 0, 0], site(4, SiteKind::Branch, 1))]
+    #[case::test_je(&[0x48, 0x85, 0xf6, 0x74, 0x10], site(3, SiteKind::Branch, 1))]
+    #[case::test_je_near(&[0x48, 0x85, 0xf6, 0x0f, 0x84, 0, 1, 0, 0], site(3, SiteKind::Branch, 1))]
+    #[case::jmp(&[0xeb, 0x10], site(0, SiteKind::Branch, 0))]
+    #[case::thunk(&[0xf3, 0x0f, 0x1e, 0xfa, 0xe9, 0, 1, 0, 0], site(4, SiteKind::Branch, 1))]
+    #[case::other_register_first(&[0x31, 0xc0, 0x55], site(2, SiteKind::Push, 1))]
+    #[case::nop(&[0x90], site(0, SiteKind::Nop, 0))]
+    #[case::nop_with_prefix(&[0x66, 0x90], site(0, SiteKind::Nop, 0))]
+    #[case::long_nop_is_passed_over(&[0x0f, 0x1f, 0x44, 0, 0, 0x55], site(5, SiteKind::Push, 1))]
+    #[case::pause_is_no_nop(&[0xf3, 0x90, 0x55], site(2, SiteKind::Push, 1))]
+    #[case::xchg_r8_is_no_nop(&[0x49, 0x90, 0x55], site(2, SiteKind::Push, 1))]
+    #[case::push_with_two_prefixes(&[0x66, 0x41, 0x55, 0x55], site(3, SiteKind::Push, 1))]
+    #[case::push_of_a_constant(&[0x6a, 0x01, 0x55], site(2, SiteKind::Push, 1))]
+    #[case::store_of_an_argument(&[0x48, 0x89, 0x7c, 0x24, 0xf8, 0x53], site(5, SiteKind::Push, 1))]
+    // From here on the entry is all that is left.
+    #[case::first_argument_written(&[0x48, 0x89, 0xf7, 0x55], Site::ENTRY)]
+    #[case::half_of_the_third_written(&[0x89, 0xf2, 0x55], Site::ENTRY)]
+    #[case::byte_of_the_second_written(&[0x40, 0xb6, 0x01, 0x55], Site::ENTRY)]
+    #[case::written_by_division(&[0x48, 0xf7, 0xf1, 0x55], Site::ENTRY)]
+    #[case::returns(&[0xc3], Site::ENTRY)]
+    #[case::system_call(&[0x0f, 0x05, 0x55], Site::ENTRY)]
+    #[case::indirect_jump(&[0xff, 0x25, 0, 1, 0, 0, 0x55], Site::ENTRY)]
+    #[case::branch_that_the_kernel_rejects(&[0x66, 0xe9, 0, 1, 0, 0, 0x55], Site::ENTRY)]
+    #[case::loop_over_the_site(&[0x31, 0xc0, 0x55, 0xeb, 0xfd], Site::ENTRY)]
+    #[case::loop_to_before_the_site(&[0x31, 0xc0, 0x31, 0xc9, 0x55, 0x75, 0xfb], Site::ENTRY)]
+    #[case::no_instruction(&[0x06, 0x55], Site::ENTRY)]
+    #[case::cut_short(&[0xf3, 0x0f, 0x1e], Site::ENTRY)]
+    #[case::empty(&[], Site::ENTRY)]
+    fn x86_64(#[case] code: &[u8], #[case] expected: Site) {
+        assert_eq!(choose(Arch::X86_64, code), expected);
+    }
+
+    /// A jump to the entry is a call with other arguments, and is to be seen as one.
+    #[test]
+    fn a_jump_to_the_entry_is_a_call() {
+        assert_eq!(
+            choose(Arch::X86_64, &[0x31, 0xc0, 0x55, 0xeb, 0xfb]),
+            site(2, SiteKind::Push, 1)
+        );
+    }
+
+    #[test]
+    fn the_search_ends() {
+        let mut code = [0x31, 0xc0].repeat(17);
+        code.push(0x55);
+        assert_eq!(choose(Arch::X86_64, &code), Site::ENTRY);
+    }
+
+    const NOP: u32 = 0xd503_201f;
+    const BTI_C: u32 = 0xd503_245f;
+    const PACIASP: u32 = 0xd503_233f;
+    const STP_FP_LR: u32 = 0xa9be_7bfd; // stp x29, x30, [sp, #-32]!
+    const MOV_FP_SP: u32 = 0x9100_03fd; // mov x29, sp
+    const STP_19_20: u32 = 0xa901_53f3; // stp x19, x20, [sp, #16]
+    const SUB_SP: u32 = 0xd100_83ff; // sub sp, sp, #32
+    const MOV_19_0: u32 = 0xaa00_03f3; // mov x19, x0
+    const STR_0: u32 = 0xf900_07e0; // str x0, [sp, #8]
+    const CBZ_1: u32 = 0xb400_0101; // cbz x1, +32
+    const RET: u32 = 0xd65f_03c0;
+
+    #[rstest]
+    #[case::checks_an_argument(&[CBZ_1], site(0, SiteKind::Branch, 0))]
+    #[case::hints(&[BTI_C, PACIASP, NOP, CBZ_1], site(12, SiteKind::Branch, 3))]
+    #[case::frame(&[STP_FP_LR, MOV_FP_SP, STP_19_20, MOV_19_0, 0x9400_0004], site(16, SiteKind::Branch, 4))] // bl
+    #[case::adrp(&[SUB_SP, 0x9000_0003], site(4, SiteKind::Branch, 1))] // adrp x3
+    #[case::adrp_of_an_argument(&[0x9000_0000], site(0, SiteKind::Branch, 0))] // adrp x0
+    #[case::tail_call(&[0x1400_0004], site(0, SiteKind::Branch, 0))] // b
+    #[case::test_bit(&[STR_0, 0x3600_0042], site(4, SiteKind::Branch, 1))] // tbz w2, #0
+    #[case::condition(&[0x5400_0040], site(0, SiteKind::Branch, 0))] // b.eq
+    #[case::returns(&[RET], site(0, SiteKind::Branch, 0))]
+    #[case::argument_written(&[0xaa01_03e0, CBZ_1], Site::ENTRY)] // mov x0, x1
+    #[case::argument_added_to(&[0x9100_0421, CBZ_1], Site::ENTRY)] // add x1, x1, #1
+    #[case::argument_loaded(&[0xf940_0020, CBZ_1], Site::ENTRY)] // ldr x0, [x1]
+    #[case::base_written(&[0xa8c1_7c44, CBZ_1], Site::ENTRY)] // ldp x4, xzr, [x2], #16
+    #[case::store_moves_its_base(&[0xf800_8443, CBZ_1], Site::ENTRY)] // str x3, [x2], #8
+    #[case::loop_over_the_site(&[NOP, CBZ_1, 0x17ff_ffff], Site::ENTRY)] // b -4
+    #[case::empty(&[], Site::ENTRY)]
+    fn aarch64(#[case] words: &[u32], #[case] expected: Site) {
+        let code: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+        assert_eq!(choose(Arch::Aarch64, &code), expected);
+    }
+
+    proptest! {
+        #[test]
+        fn any_code(code in proptest::collection::vec(any::<u8>(), 0..200)) {
+            for arch in [Arch::X86_64, Arch::Aarch64] {
+                let site = choose(arch, &code);
+                prop_assert!(site == Site::ENTRY || (site.offset as usize) < code.len());
+                prop_assert!(arch == Arch::X86_64 || site.offset % 4 == 0);
+            }
+        }
+    }
+}

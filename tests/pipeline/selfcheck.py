@@ -1,0 +1,96 @@
+"""Checks the pipeline by itself: frames byte for byte as real servers send them, and a run against its scenario."""
+
+import collections
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import scenario as sc
+import wire
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class Frames(unittest.TestCase):
+    """Frames captured from a real vLLM-Omni 0.30.0."""
+
+    def test_decode_token(self) -> None:
+        output = wire.OmniOutput("chatcmpl-abc-1234abcd", [43], num_generation_tokens=2)
+        frames = wire.Encoder().encode(wire.Outputs(outputs=[output], timestamp=1000.6))
+        self.assertEqual(
+            frames[0].hex(),
+            "980091dc0016b563686174636d706c2d6162632d3132333461626364912bc0c0c0c0c0c0c0c0c0c0c000c0c0c0c0c0c2c002"
+            "c0cb408f44cccccccccdc0c0c0c0",
+        )
+
+    def test_synthetic_abort(self) -> None:
+        output = wire.Output("r-1", [], finish_reason=wire.FinishReason.ABORT)
+        frames = wire.Encoder().encode(wire.Outputs(outputs=[output], timestamp=1.0, finished_requests=["r-1"]))
+        self.assertEqual(
+            frames[0].hex(),
+            "980091dc0011a3722d3190c0c0c002c0c0c0c0c0c0c000c0c0c0c0cb3ff0000000000000c091a3722d31c0c0",
+        )
+
+    def test_large_tensors_travel_apart(self) -> None:
+        output = wire.OmniOutput("r", [])
+        output.multimodal_output = {
+            "model_outputs": wire.Tensor("float32", [64], bytes(256)),
+            "sr": wire.Tensor("int32", [], bytes(4)),
+        }
+        frames = wire.Encoder().encode(wire.Outputs(outputs=[output]))
+        self.assertEqual([len(frame) for frame in frames[1:]], [256])
+        decoded = wire.decode_outputs(frames[0]).outputs[0].multimodal_output
+        self.assertEqual(decoded["model_outputs"], ["float32", [64], 1])
+        self.assertEqual(decoded["sr"][2].code, wire.RAW_VIEW)
+
+    def test_element_counts(self) -> None:
+        for kind, count in ((wire.Request, 21), (wire.OmniRequest, 24), (wire.Output, 17), (wire.OmniOutput, 22)):
+            self.assertEqual(len(kind.__struct_fields__), count)
+
+
+class Run(unittest.TestCase):
+    """The truth of a run is what the scenario says."""
+
+    def test_speech(self) -> None:
+        scenario = os.path.join(HERE, "scenarios/speech.json")
+        counters, counts = self.run_pipeline(scenario, ["--omni"])
+        request = sc.load(scenario).phases[0].requests[0]
+        talk, speak = request.stages
+        frames = sum(chunk.frames for chunk in speak.chunks)
+        at0 = (("replica", "0"), ("stage", "0"))
+        self.assertEqual(counters["vllm:generation_tokens_total", at0], request.repeat * talk.tokens)
+        self.assertEqual(counters["vllm:prompt_tokens_total", at0], request.repeat * talk.prompt)
+        self.assertEqual(counts["vllm:inter_token_latency_seconds", at0], request.repeat * (talk.tokens - 1))
+        self.assertEqual(counts["vllm_omni:e2e_request_latency_s", ()], request.repeat)
+        for replica in "01":
+            at1 = (("replica", replica), ("stage", "1"))
+            self.assertEqual(counters["vllm_omni:audio_frames_total", at1], frames * request.repeat // 2)
+
+    def run_pipeline(self, scenario: str, flags: list[str]) -> tuple[dict, dict]:
+        """Runs one phase; returns counters and histogram counts by family and labels."""
+        with tempfile.NamedTemporaryFile() as truth:
+            command = [sys.executable, os.path.join(HERE, "vllm-omni"), "serve", "some/model", *flags]
+            command += ["--scenario", scenario, "--truth", truth.name, "--control"]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as pipeline:
+                pipeline.stdin.write("go\n")
+                pipeline.stdin.flush()
+                while json.loads(pipeline.stdout.readline())["event"] != "ended":
+                    pass
+                pipeline.stdin.close()
+                self.assertEqual(pipeline.wait(10), 0)
+            counters, counts = collections.Counter(), collections.Counter()
+            for line in truth:
+                row = json.loads(line)
+                key = (row["family"], tuple(sorted(row["labels"].items())))
+                if "times" in row:
+                    counts[key] += row["times"]
+                else:
+                    counters[key] += row["value"]
+            return counters, counts
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,222 @@
+"""What the agent should say: every observation, computed from the messages and clocks of the API process.
+
+One JSON object a line: `t` CLOCK_MONOTONIC seconds, `family`, `labels` without the model name, `value`, and `times`
+for histograms (absent for counters). A reader adds them up, from a point in time on where it likes.
+"""
+
+import json
+import time
+from typing import Any, TextIO
+
+import msgspec
+
+import scenario as sc
+import wire
+
+
+class Log:
+    """The file of observations."""
+
+    def __init__(self, path: str | None) -> None:
+        # Line-buffered, so that a killed pipeline leaves whole lines.
+        self._file: TextIO | None = open(path, "w", buffering=1, encoding="utf-8") if path else None
+
+    def add(self, family: str, labels: dict[str, Any], value: float = 1) -> None:
+        """Adds to a counter."""
+        self._write({"family": family, "labels": labels, "value": value})
+
+    def observe(self, family: str, labels: dict[str, Any], value: float) -> None:
+        """Observes in a histogram."""
+        self._write({"family": family, "labels": labels, "value": value, "times": 1})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        row["t"] = time.monotonic()
+        row["labels"] = {name: str(value) for name, value in row["labels"].items()}
+        self._file.write(json.dumps(row) + "\n")
+
+
+class AtStage(msgspec.Struct):
+    """One request at one stage."""
+
+    replica: int
+    # When the API process handed it over: wall clock as in the request, and monotonic.
+    arrival: float
+    submitted: float
+    max_tokens: int | None
+    prompt: int
+    queued: float | None = None
+    scheduled: float | None = None
+    first: float | None = None
+    last: float | None = None
+    tokens: int = 0
+    preemptions: int = 0
+    computed: int = 0
+    finished: bool = False
+    aborted: bool = False
+    # Audio: samples, rate, and (monotonic time, bytes of 16-bit PCM) of each non-empty chunk.
+    has_audio: bool = False
+    frames: int = 0
+    rate: int = 24000
+    chunks: list[tuple[float, int]] = []
+
+
+class Request(msgspec.Struct):
+    """One request of a user."""
+
+    id: str
+    arrival: float
+    stages: dict[int, AtStage]
+    over: bool = False
+
+
+class Truth:
+    """Applies the formulas of vLLM and of the vLLM-Omni metrics document to what the API process saw."""
+
+    def __init__(self, scenario: sc.Scenario, log: Log) -> None:
+        self.log = log
+        self.omni = scenario.flavor == "omni"
+        self.last_stage = len(scenario.stages) - 1
+
+    def iteration(self, stage: int, replica: int, outputs: list[wire.Output], known: dict[str, Request]) -> None:
+        """One message of an engine with at least one output."""
+        prompt = sum(o.prefill_stats.num_prompt_tokens for o in outputs if o.prefill_stats and o.request_id in known)
+        tokens = sum(len(o.new_token_ids) for o in outputs if o.request_id in known)
+        self._observe("iteration_tokens_total", stage, replica, prompt + tokens)
+
+    def stats(self, stage: int, replica: int, stats: wire.SchedulerStats) -> None:
+        """A scheduler snapshot."""
+        self._add("prefix_cache_queries_total", stage, replica, stats.prefix_cache_stats.queries)
+        self._add("prefix_cache_hits_total", stage, replica, stats.prefix_cache_stats.hits)
+
+    def output(self, request: Request, stage: int, output: wire.Output, timestamp: float) -> None:
+        """An output of a request that is open at this stage."""
+        at = request.stages[stage]
+        replica = at.replica
+        at.tokens += len(output.new_token_ids)
+        self._add("generation_tokens_total", stage, replica, len(output.new_token_ids))
+        if self.omni:
+            self.log.add("vllm_omni:generation_tokens_total", {}, len(output.new_token_ids))
+        for event in output.events or []:
+            if event.type == wire.EventType.QUEUED:
+                at.queued = event.timestamp
+            elif event.type == wire.EventType.SCHEDULED:
+                at.scheduled = at.scheduled or event.timestamp
+            else:
+                at.preemptions += 1
+                self._add("num_preemptions_total", stage, replica, 1)
+        if at.first is None:
+            at.first = timestamp
+            self._observe("time_to_first_token_seconds", stage, replica, time.time() - at.arrival)
+            self._prefill(stage, at, output.prefill_stats)
+        else:
+            self._observe("inter_token_latency_seconds", stage, replica, timestamp - at.last)
+        at.last = timestamp
+        if isinstance(output, wire.OmniOutput) and output.multimodal_output:
+            self._audio(request, stage, at, output.multimodal_output)
+
+    def _prefill(self, stage: int, at: AtStage, stats: wire.PrefillStats | None) -> None:
+        if stats is None:
+            return
+        at.computed = stats.num_prompt_tokens - stats.num_cached_tokens
+        self._add("prompt_tokens_total", stage, at.replica, stats.num_prompt_tokens)
+        self._add("prompt_tokens_cached_total", stage, at.replica, stats.num_cached_tokens)
+        for source, tokens in (
+            ("local_compute", stats.num_computed_tokens),
+            ("local_cache_hit", stats.num_local_cached_tokens),
+            ("external_kv_transfer", stats.num_external_cached_tokens),
+        ):
+            self._add("prompt_tokens_by_source_total", stage, at.replica, tokens, source=source)
+        if self.omni and stage == 0:
+            self.log.add("vllm_omni:prompt_tokens_total", {}, stats.num_prompt_tokens)
+
+    def _audio(self, request: Request, stage: int, at: AtStage, tensors: dict[str, object]) -> None:
+        at.has_audio = True
+        _, shape, _ = tensors["model_outputs"]
+        frames = shape[-1]
+        _, _, rate = tensors["sr"]
+        at.rate = int.from_bytes(rate.data, "little")
+        if frames and not at.frames:
+            labels = {"stage": stage, "replica": at.replica}
+            self.log.observe("vllm_omni:audio_ttfp_s", labels, time.time() - request.arrival)
+        at.frames += frames
+        if frames:
+            at.chunks.append((time.monotonic(), 2 * frames))
+
+    def finished(self, request: Request, stage: int, reason: str) -> None:
+        """The last output of a request at a stage."""
+        at = request.stages[stage]
+        replica = at.replica
+        at.finished = True
+        self._add("request_success_total", stage, replica, 1, finished_reason=reason)
+        self._observe("e2e_request_latency_seconds", stage, replica, time.time() - at.arrival)
+        self._observe("request_prompt_tokens", stage, replica, at.prompt)
+        self._observe("request_generation_tokens", stage, replica, at.tokens)
+        self._observe("request_prefill_kv_computed_tokens", stage, replica, at.computed)
+        if at.max_tokens is not None:
+            self._observe("request_params_max_tokens", stage, replica, at.max_tokens)
+        decode = at.last - at.first
+        self._observe("request_decode_time_seconds", stage, replica, decode)
+        per_token = decode / (at.tokens - 1) if at.tokens > 1 else 0
+        self._observe("request_time_per_output_token_seconds", stage, replica, per_token)
+        if at.scheduled is not None and at.queued is not None:
+            self._observe("request_queue_time_seconds", stage, replica, at.scheduled - at.queued)
+            self._observe("request_prefill_time_seconds", stage, replica, at.first - at.scheduled)
+            self._observe("request_inference_time_seconds", stage, replica, at.last - at.scheduled)
+            self._observe("request_num_preemptions", stage, replica, at.preemptions)
+
+    def complete(self, request: Request, reason: str) -> None:
+        """The request has ended at its last stage, with a result."""
+        request.over = True
+        if not self.omni:
+            return
+        at = request.stages[self.last_stage]
+        generation = time.monotonic() - at.submitted
+        self.log.add("vllm_omni:requests_success_total", {"finished_reason": reason})
+        self.log.observe("vllm_omni:e2e_request_latency_s", {}, time.time() - request.arrival)
+        stage = {"stage": self.last_stage, "stage_type": "llm"}
+        self.log.observe("vllm_omni:stage_gen_time_s", stage, generation)
+        if not at.has_audio:
+            return
+        labels = {"stage": self.last_stage, "replica": at.replica}
+        if at.frames == 0:
+            self.log.add("vllm_omni:audio_skipped_requests_total", labels | {"reason": "no_audio_data"})
+            return
+        duration = at.frames / at.rate
+        self.log.add("vllm_omni:audio_frames_total", labels, at.frames)
+        self.log.observe("vllm_omni:audio_duration_s", labels, duration)
+        self.log.observe("vllm_omni:audio_rtf", labels, generation / duration)
+        underrun = worst_underrun(at.chunks, at.rate)
+        self.log.observe("vllm_omni:audio_underrun_s", labels, underrun)
+        if underrun <= 0.1:
+            self.log.add("vllm_omni:audio_continuity_ok_total", labels | {"threshold_ms": 100})
+
+    def failed(self, request: Request, reason: str) -> None:
+        """The request has ended without a result."""
+        request.over = True
+        if self.omni:
+            self.log.add("vllm_omni:requests_failed_total", {"reason": reason})
+            self.log.add("vllm_omni:requests_success_total", {"finished_reason": "abort"})
+
+    def kv_wait(self, params: dict[str, object]) -> None:
+        """A finished wait for a KV transfer."""
+        labels = {"connector_type": params["connector_type"]}
+        self.log.observe("vllm_omni:kv_wait_s", labels, params["kv_wait_s"])
+
+    def _add(self, name: str, stage: int, replica: int, value: float, **extra: str) -> None:
+        self.log.add(f"vllm:{name}", {"stage": stage, "replica": replica} | extra, value)
+
+    def _observe(self, name: str, stage: int, replica: int, value: float) -> None:
+        self.log.observe(f"vllm:{name}", {"stage": stage, "replica": replica}, value)
+
+
+def worst_underrun(chunks: list[tuple[float, int]], rate: int) -> float:
+    """How far a player that starts at the first chunk falls behind, in seconds."""
+    bytes_a_second = rate * 2
+    start, received = chunks[0]
+    worst = 0.0
+    for time_, size in chunks[1:]:
+        worst = max(worst, ((time_ - start) * bytes_a_second - received) / bytes_a_second)
+        received += size
+    return worst
