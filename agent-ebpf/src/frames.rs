@@ -1,10 +1,13 @@
 //! Frames that a process hands to `zmq_msg_send`.
 
-use core::mem::MaybeUninit;
+use core::{cell::UnsafeCell, mem::MaybeUninit};
 
 use aya_ebpf::{
     EbpfContext as _,
-    helpers::{bpf_get_current_pid_tgid, bpf_ktime_get_ns, generated::bpf_probe_read_user},
+    helpers::{
+        bpf_get_current_pid_tgid, bpf_ktime_get_ns,
+        generated::{bpf_probe_read_user, bpf_probe_read_user_str},
+    },
     macros::{map, uprobe},
     maps::LruHashMap,
     programs::ProbeContext,
@@ -14,7 +17,7 @@ use omnitap_ebpf::{
     flag, watch,
 };
 
-use crate::maps::{EVENTS, add_u32, capture_limit, count, wakeup, watched};
+use crate::maps::{EVENTS, add, capture_limit, count, is_watched, wakeup};
 
 /// `ZMQ_SNDMORE` of zmq.h.
 const ZMQ_SNDMORE: u64 = 2;
@@ -27,6 +30,7 @@ const TYPE_LMSG: u8 = 102;
 const TYPE_CMSG: u8 = 104;
 const TYPE_ZCLMSG: u8 = 105;
 const MSG_CONTENT: u64 = 8;
+const MSG_VSM_SIZE: u64 = 41;
 /// An aligned word that holds size (its second byte) and type (its third).
 const MSG_TYPE_WORD: u64 = 40;
 const VSM_MAX: u64 = 33;
@@ -38,6 +42,28 @@ const VSM_MAX: u64 = 33;
 /// what a dead process leaves is evicted.
 #[map]
 static MESSAGES: LruHashMap<[u64; 2], u64> = LruHashMap::with_max_entries(1024, 0);
+
+/// Entries in `MESSAGES`, as a plain word: that it is 0 saves the lookup, nearly always. An entry that was
+/// evicted, of a process that died in the midst of a message, leaves it too high, which costs lookups but
+/// never a frame.
+static OPEN_MESSAGES: Word = Word(UnsafeCell::new(0));
+
+struct Word(UnsafeCell<u64>);
+
+// SAFETY: it is read by one load, and written by atomic instructions alone.
+unsafe impl Sync for Word {}
+
+#[inline(always)]
+fn open_messages() -> u64 {
+    // SAFETY: as for `Sync`.
+    unsafe { OPEN_MESSAGES.0.get().read_volatile() }
+}
+
+#[inline(always)]
+fn add_open_messages(number: u64) {
+    // SAFETY: a word of the object's data.
+    unsafe { add(OPEN_MESSAGES.0.get(), number) };
+}
 
 /// Entry of `int zmq_msg_send(zmq_msg_t *msg, void *socket, int flags)`.
 #[uprobe]
@@ -118,28 +144,45 @@ impl Id {
 
 #[inline(always)]
 fn frame(ctx: &ProbeContext) -> Counter {
-    let id = Id(bpf_get_current_pid_tgid());
-    let Some(process) = watched(id.tgid(), watch::FRAMES) else {
-        return Counter::Unwatched;
-    };
-    // SAFETY: a value of the map.
-    let has_open = unsafe { process.read_volatile() } >= watch::OPEN_MESSAGE;
-
-    // The one buffer on the stack, used three times.
+    // The one buffer on the stack, used several times.
     let mut buffer = MaybeUninit::<[u64; 2]>::uninit();
     let to = buffer.as_mut_ptr().cast::<u64>();
 
-    // SAFETY: reads into the first word of `buffer`.
-    if !unsafe { read(to.cast(), 8, msg(ctx) + MSG_TYPE_WORD) } {
-        return Counter::LostUnreadable;
+    // Nine of ten calls are wake-ups of one byte. They are told by the two bytes of size and type, before
+    // even the process is looked up: a hit that gives no record need not be of a watched process. Reading
+    // two bytes as a string costs less than reading them as memory (on x86 that is a `rep movsb`). It ends
+    // at a zero byte, so it may come back empty-handed; then the way below decides.
+    let (mut vsm_size, mut kind) = (0, 0);
+    if !has_more(ctx) {
+        // SAFETY: reads at most 3 bytes into `buffer`.
+        let len = unsafe { bpf_probe_read_user_str(to.cast(), 3, (msg(ctx) + MSG_VSM_SIZE) as *const _) };
+        if len == 3 {
+            // SAFETY: just read.
+            let bytes = unsafe { buffer.as_ptr().cast::<[u8; 2]>().read() };
+            (vsm_size, kind) = (u64::from(bytes[0]), bytes[1]);
+            if kind == TYPE_VSM && vsm_size == 1 && open_messages() == 0 {
+                return Counter::Short;
+            }
+        }
     }
-    // SAFETY: just read.
-    let word = unsafe { to.read() };
-    let kind = (word >> 16) as u8;
+
+    let id = Id(bpf_get_current_pid_tgid());
+    if !is_watched(id.tgid(), watch::FRAMES) {
+        return Counter::Unwatched;
+    }
+    if kind == 0 {
+        // SAFETY: reads into the first word of `buffer`.
+        if !unsafe { read(to.cast(), 8, msg(ctx) + MSG_TYPE_WORD) } {
+            return Counter::LostUnreadable;
+        }
+        // SAFETY: just read.
+        let word = unsafe { to.read() };
+        (vsm_size, kind) = (word >> 8 & 0xff, (word >> 16) as u8);
+    }
     let (content, size);
     if kind == TYPE_VSM {
         content = msg(ctx) + MSG_CONTENT;
-        size = word >> 8 & 0xff;
+        size = vsm_size;
         if size > VSM_MAX {
             return Counter::LostUnknownType;
         }
@@ -163,16 +206,16 @@ fn frame(ctx: &ProbeContext) -> Counter {
         [content, size] = unsafe { buffer.assume_init() };
     }
 
-    let is_aux = if has_open {
+    let is_aux = if open_messages() != 0 {
         let key = buffer.write([socket(ctx), id.get() >> 32]);
-        is_behind_payload(ctx, &id, key, size)
+        is_behind_payload(ctx, key)
     } else {
         false
     };
     if has_more(ctx) {
         if !is_aux && size > PREFIX_MAX {
             let key = buffer.write([socket(ctx), id.get() >> 32]);
-            remember(&id, key);
+            remember(key);
         }
     } else if size <= 1 {
         return Counter::Short;
@@ -185,7 +228,7 @@ fn frame(ctx: &ProbeContext) -> Counter {
 
 /// Whether this part comes behind its message's payload. Forgets the message at its last part.
 #[inline(always)]
-fn is_behind_payload(ctx: &ProbeContext, id: &Id, key: &[u64; 2], size: u64) -> bool {
+fn is_behind_payload(ctx: &ProbeContext, key: &[u64; 2]) -> bool {
     let Some(last) = MESSAGES.get_ptr_mut(key) else {
         return false;
     };
@@ -195,33 +238,20 @@ fn is_behind_payload(ctx: &ProbeContext, id: &Id, key: &[u64; 2], size: u64) -> 
         // SAFETY: as above.
         unsafe { last.write_volatile(now()) };
     } else if MESSAGES.remove(key).is_ok() {
-        add_open(id, watch::OPEN_MESSAGE.wrapping_neg());
+        add_open_messages(u64::MAX);
     }
     is_open
 }
 
 /// Remembers that a message's payload has come and further parts will.
 #[inline(always)]
-fn remember(id: &Id, key: &[u64; 2]) {
-    if MESSAGES.insert(key, now(), 0).is_ok() {
-        add_open(id, watch::OPEN_MESSAGE);
-    } else {
+fn remember(key: &[u64; 2]) {
+    // A message that its sender gave up keeps its entry, and stays counted once.
+    let is_new = MESSAGES.get_ptr(key).is_none();
+    if MESSAGES.insert(key, now(), 0).is_err() {
         count(Counter::MessageNotKept);
-    }
-}
-
-/// Adds to the number of open messages that `WATCHED` keeps of the process. An entry that was evicted leaves
-/// it too high, which costs lookups, never a frame.
-#[inline(always)]
-fn add_open(id: &Id, number: u32) {
-    if let Some(process) = watched(id.tgid(), watch::FRAMES) {
-        // SAFETY: a value of the map.
-        unsafe {
-            // The agent may have written the value anew, and with it a number of 0.
-            if number == watch::OPEN_MESSAGE || process.read_volatile() >= watch::OPEN_MESSAGE {
-                add_u32(process, number);
-            }
-        }
+    } else if is_new {
+        add_open_messages(1);
     }
 }
 
@@ -272,7 +302,7 @@ fn header_only(ctx: &ProbeContext, id: &Id, content: u64, size: u64) -> Counter 
     };
     // SAFETY: the record is one header.
     unsafe { write_header(record.as_mut_ptr(), ctx, id, flag::AUX, content, size) };
-    record.submit(wakeup());
+    record.submit(wakeup(size_of::<FrameHeader>()));
     Counter::Aux
 }
 
@@ -322,7 +352,7 @@ fn captured<const N: usize>(ctx: &ProbeContext, id: &Id, content: u64, size: u64
             (&raw mut (*header).tail_len).write(0);
         }
     }
-    record.submit(wakeup());
+    record.submit(wakeup(size_of::<Slot<N>>()));
     if is_read {
         Counter::Captured
     } else {

@@ -5,7 +5,7 @@ use aya_ebpf::{
     macros::map,
     maps::{Array, HashMap, PerCpuArray, RingBuf},
 };
-use omnitap_ebpf::{Config, Counter};
+use omnitap_ebpf::{Config, Counter, WAKEUP_RECORD_MIN};
 
 /// All records. The loader may give it another size.
 #[map]
@@ -21,38 +21,35 @@ static CONFIG: Array<Config> = Array::with_max_entries(1, 0);
 #[map]
 static COUNTERS: PerCpuArray<u64> = PerCpuArray::with_max_entries(Counter::ALL.len() as u32, 0);
 
-/// The value of a process in `WATCHED`, if it is watched for one of these `omnitap_ebpf::watch` flags.
+/// Whether the process is watched for one of these `omnitap_ebpf::watch` flags.
 #[inline(always)]
-pub(crate) fn watched(tgid: &u32, flags: u32) -> Option<*mut u32> {
-    let value = WATCHED.get_ptr_mut(tgid)?;
-    // SAFETY: a value of the map. Should the entry be removed and reused meanwhile, it holds the flags of
-    // another watched process; the hit is then one more at the moment of a change.
-    (unsafe { value.read_volatile() } & flags != 0).then_some(value)
-}
-
-/// Adds to a word of a map, atomically: a program that preempts this one may add to the same word.
-///
-/// The instruction is written out because core offers no `fetch_add` on this target.
-///
-/// # Safety
-///
-/// `to` must be a value of a map.
-#[inline(always)]
-pub(crate) unsafe fn add_u32(to: *mut u32, number: u32) {
-    // SAFETY: of the caller.
-    unsafe {
-        core::arch::asm!("lock *(u32 *)({to} + 0) += {number}", to = in(reg) to, number = in(reg) u64::from(number))
-    };
+pub(crate) fn is_watched(tgid: &u32, flags: u32) -> bool {
+    // SAFETY: an entry that is removed and reused meanwhile holds the flags of another watched process; the
+    // hit is then one more at the moment of a change.
+    unsafe { WATCHED.get(tgid) }.is_some_and(|have| have & flags != 0)
 }
 
 /// Adds 1 to a counter.
 #[inline(always)]
 pub(crate) fn count(counter: Counter) {
     if let Some(slot) = COUNTERS.get_ptr_mut(counter as u32) {
-        // SAFETY: as in `add_u32`.
-        unsafe {
-            core::arch::asm!("lock *(u64 *)({to} + 0) += {one}", to = in(reg) slot, one = in(reg) 1_u64)
-        };
+        // SAFETY: a value of the map.
+        unsafe { add(slot, 1) };
+    }
+}
+
+/// Adds to a word, atomically: a program that preempts this one, on the same CPU even, may add to the same.
+///
+/// The instruction is written out because core offers no `fetch_add` on this target.
+///
+/// # Safety
+///
+/// `to` must be a word of a map.
+#[inline(always)]
+pub(crate) unsafe fn add(to: *mut u64, number: u64) {
+    // SAFETY: of the caller.
+    unsafe {
+        core::arch::asm!("lock *(u64 *)({to} + 0) += {number}", to = in(reg) to, number = in(reg) number);
     }
 }
 
@@ -62,16 +59,16 @@ pub(crate) fn capture_limit() -> u64 {
     CONFIG.get(0).map_or(0, |config| u64::from(config.capture_limit))
 }
 
-/// The flags for submitting a record: whether to wake the reader (`Config::wakeup_bytes`).
+/// The flags for submitting a record of this size: whether to wake the reader (`Config::wakeup_bytes`).
 #[inline(always)]
-pub(crate) fn wakeup() -> u64 {
+pub(crate) fn wakeup(record_bytes: usize) -> u64 {
     let threshold = CONFIG.get(0).map_or(0, |config| u64::from(config.wakeup_bytes));
     if threshold == 0 {
         return 0;
     }
-    if EVENTS.query(u64::from(BPF_RB_AVAIL_DATA)) >= threshold {
-        u64::from(BPF_RB_FORCE_WAKEUP)
-    } else {
-        u64::from(BPF_RB_NO_WAKEUP)
+    // Small records fill no ring between two looks of the reader: they need not even know how full it is.
+    if record_bytes >= WAKEUP_RECORD_MIN as usize && EVENTS.query(u64::from(BPF_RB_AVAIL_DATA)) >= threshold {
+        return u64::from(BPF_RB_FORCE_WAKEUP);
     }
+    u64::from(BPF_RB_NO_WAKEUP)
 }

@@ -250,7 +250,7 @@ fn pointer(offset: i32) -> Vec<u8> {
 #[case::a_pointer_to_512(pointer(-512), 512)]
 #[case::a_number_is_no_pointer(vec![0x07, 3, 0, 0, 0xc0, 0xff, 0xff, 0xff], 0)]
 #[case::through_a_pointer([pointer(-40), vec![0x7b, 0x12, 0xe8, 0xff, 0, 0, 0, 0]].concat(), 64)]
-#[case::behind_a_jump([vec![0x15, 1, 1, 0, 0, 0, 0, 0], store(-8).to_vec(), store(-72).to_vec()].concat(), 80)]
+#[case::behind_a_jump([[0x15, 1, 1, 0, 0, 0, 0, 0], store(-8), store(-72)].concat(), 80)]
 fn the_checker_counts(#[case] code: Vec<u8>, #[case] expected: u32) {
     let function = Function {
         insns: decode(&code),

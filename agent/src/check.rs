@@ -1,7 +1,8 @@
 //! What this machine lacks for the tap, each condition with its remedy.
 //!
-//! [`run`] reads the facts, judges them, and then really tries: it loads the programs, makes the ring buffer and probes a
-//! function of its own process. The trial decides whether the tap works; the other conditions say why it does not.
+//! [`run`] reads the facts, judges them, and then really tries: it loads the programs, makes the ring buffer
+//! and probes a function of its own process. The trial decides whether the tap works; the other conditions
+//! say why it does not.
 
 use std::{fmt, fs, io, path::Path, time::Duration};
 
@@ -277,8 +278,8 @@ impl Facts {
         use Capability::{Bpf, CheckpointRestore, DacReadSearch, Perfmon, SysAdmin, SysPtrace, SysResource};
         let admin = self.has(SysAdmin);
         let new_enough = self.version().is_some_and(|version| version >= (5, 11));
-        // Uprobes asked for CAP_PERFMON alone from 5.8 on, until its use was taken back in 2025, in 6.16 and in the
-        // stable releases of older kernels: the version does not tell, the trial does.
+        // Uprobes asked for CAP_PERFMON alone from 5.8 on, until its use was taken back in 2025, in 6.16 and
+        // in the stable releases of older kernels: the version does not tell, the trial does.
         let conditions: [(&[Capability], bool, Status, &str, &'static str); 6] = [
             (
                 &[Bpf, Perfmon],
@@ -392,7 +393,7 @@ impl Facts {
             "seccomp",
             if self.seccomp_filter { Status::Warn } else { Status::Pass },
             if self.seccomp_filter { "a filter is on this process" } else { "no filter" },
-            "if the trial below fails with EPERM, allow bpf and perf_event_open (`seccompProfile: Unconfined`, or privileged)",
+            "if the trial below fails with EPERM, allow bpf and perf_event_open (`seccompProfile: Unconfined`)",
         );
     }
 }

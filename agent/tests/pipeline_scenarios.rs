@@ -1,5 +1,10 @@
 //! Named plays of a pipeline's messages, with the exact observations that they must give.
 
+#![allow(
+    clippy::float_cmp,
+    reason = "counts are exact, and the player simulation is compared to the bit"
+)]
+
 mod pipeline_support;
 
 use omnitap::{

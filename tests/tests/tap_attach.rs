@@ -12,7 +12,8 @@ use omnitap::{
     tap::{AttachError, Attached, Event, FailureReason, Reader, Settings, Tap},
 };
 use tap_support::{
-    Sender, bytes_at_probe, can_run, content, copy_pyzmq, frames, load, python, script, site_packages, until,
+    Sender, any_frames, bytes_at_probe, can_run, content, copy_pyzmq, frames, load, python, script,
+    site_packages, until,
 };
 
 /// Attaches, and sees one frame whole.
@@ -113,7 +114,8 @@ fn replaced_library() {
     let _attached = works(&tap, &mut reader, &mut sender);
 }
 
-/// A container in short: its own mount and PID namespaces, the library on a file system that is mounted there alone.
+/// A container in short: its own mount and PID namespaces, the library on a file system that is mounted there
+/// alone.
 #[test]
 fn other_namespaces() {
     if !can_run() {
@@ -177,17 +179,7 @@ fn scope_and_traces() {
     let stats = tap.stats();
     assert_eq!((stats.processes, stats.detaches, stats.detaching), (0, 1, 0));
     // Nothing was seen of the other one, nor of the first one after the end.
-    assert!(!reader_has_frames(&mut reader));
-}
-
-fn reader_has_frames(reader: &mut Reader) -> bool {
-    let mut any = false;
-    reader
-        .drain(Duration::ZERO, usize::MAX, |event| {
-            any |= matches!(event, Event::Frame(_))
-        })
-        .unwrap();
-    any
+    assert!(!any_frames(&mut reader));
 }
 
 /// Probed, released, probed again: each time it works.

@@ -2,37 +2,22 @@
 
 mod tap_support;
 
-use std::process::Command;
-
 use omnitap::{
     check::{self, Status},
     tap::{FUNCTION, Settings, maps, site::Arch, symbol::SymbolError, target::Finder},
 };
-use tap_support::{Sender, can_run, content, copy_pyzmq, frames, load};
+use tap_support::{Sender, again, can_run, content, copy_pyzmq, frames, load};
 
 /// Set in the second run of this test binary, which has fewer rights.
 const INNER: &str = "OMNITAP_TEST_INNER";
 
-/// Runs one test of this binary again, with these capabilities in reach.
-fn again(test: &str, capabilities: &str) {
-    let status = Command::new("setpriv")
-        .arg(format!("--bounding-set={capabilities}"))
-        .arg(std::env::current_exe().unwrap())
-        .args([test, "--exact", "--nocapture"])
-        .env(INNER, "1")
-        .status()
-        .expect("setpriv is part of util-linux");
-    assert!(status.success());
-}
-
 /// `CAP_SYS_ADMIN` for the kernel side and `map_files`, `CAP_SYS_PTRACE` for the rest of /proc.
 #[test]
 fn two_capabilities_suffice() {
-    if !can_run() {
-        return;
-    }
     if std::env::var_os(INNER).is_none() {
-        again("two_capabilities_suffice", "-all,+sys_admin,+sys_ptrace");
+        if can_run() {
+            again("two_capabilities_suffice", "-all,+sys_admin,+sys_ptrace", INNER);
+        }
         return;
     }
     assert!(check::run().works());
@@ -46,11 +31,10 @@ fn two_capabilities_suffice() {
 /// Where `map_files` is denied, the file is found by its path, if that leads to the mapped file.
 #[test]
 fn files_are_found_by_path() {
-    if !can_run() {
-        return;
-    }
     if std::env::var_os(INNER).is_none() {
-        again("files_are_found_by_path", "-all,+sys_ptrace");
+        if can_run() {
+            again("files_are_found_by_path", "-all,+sys_ptrace", INNER);
+        }
         return;
     }
     let finder = Finder::new(Arch::NATIVE, FUNCTION.as_bytes());
@@ -83,10 +67,9 @@ fn files_are_found_by_path() {
 #[test]
 fn without_rights_the_report_says_so() {
     if std::env::var_os(INNER).is_none() {
-        if !can_run() {
-            return;
+        if can_run() {
+            again("without_rights_the_report_says_so", "-all", INNER);
         }
-        again("without_rights_the_report_says_so", "-all");
         return;
     }
     let report = check::run();

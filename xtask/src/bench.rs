@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 use serde::Serialize;
 
-use crate::setup;
+use crate::{setup, test::PYTHON_PACKAGES};
 
 /// Options of `cargo xtask bench`.
 #[derive(clap::Args)]
@@ -95,17 +95,9 @@ impl Figure {
     }
 }
 
-/// A Python with what the parts compare with or feed from.
+/// A Python with msgspec, pyzmq and the Prometheus client: the one of the bundled pipeline.
 fn python() -> Result<PathBuf> {
-    setup::venv(
-        "bench-venv",
-        &[
-            "msgspec==0.23.0",
-            "prometheus-client==0.26.0",
-            "pyzmq==27.3.0",
-            "setproctitle==1.3.8",
-        ],
-    )
+    setup::venv("venv", PYTHON_PACKAGES)
 }
 
 /// Runs the task. Missed bounds are printed, not errors: a busy machine must not fail a build.

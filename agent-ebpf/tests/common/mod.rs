@@ -117,19 +117,9 @@ impl Sender {
 
     /// Ends it after all that it was told.
     pub(crate) fn finish(mut self) {
-        self.close();
+        drop(self.child.stdin.take());
         let status = self.child.wait().unwrap();
         assert!(status.success(), "the sender ended with {status}");
-    }
-
-    /// Tells it that nothing more comes.
-    pub(crate) fn close(&mut self) {
-        drop(self.child.stdin.take());
-    }
-
-    /// Whether it has ended.
-    pub(crate) fn has_ended(&mut self) -> bool {
-        self.child.try_wait().unwrap().is_some()
     }
 
     /// Nanoseconds that a number of calls took (a `bench` sender).

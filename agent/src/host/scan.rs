@@ -5,7 +5,14 @@
 //! the same pid by the inode number of its directory, which procfs gives away afresh: so a process that was seen and
 //! found uninteresting costs nothing but its part of the listing.
 
-use std::{collections::HashMap, fs, io, io::Read, os::unix::fs::DirEntryExt, path::PathBuf, time::Duration};
+use std::{
+    collections::HashMap,
+    fs, io,
+    io::Read,
+    os::unix::fs::{DirEntryExt, MetadataExt},
+    path::PathBuf,
+    time::Duration,
+};
 
 use procfs::{FromRead, ProcError, process::Process as ProcProcess};
 
@@ -133,7 +140,7 @@ impl Host {
     /// Looks at one process: the kernel reported that it was forked or runs a new program.
     pub fn examine(&mut self, pid: u32) -> Result<Vec<Change>, HostError> {
         self.now = self.proc.uptime()?;
-        self.look(pid, 0);
+        self.look(pid, self.proc.inode(pid));
         // Events may arrive before the first scan has seen the parents.
         let mut at = pid;
         while self.table.is_candidate(at)
@@ -141,7 +148,7 @@ impl Host {
             && parent > 1
             && !self.table.is_candidate(parent)
         {
-            self.look(parent, 0);
+            self.look(parent, self.proc.inode(parent));
             at = parent;
         }
         Ok(self.table.settle(self.now, &self.proc))
@@ -149,7 +156,11 @@ impl Host {
 
     /// A process ended: the kernel reported it.
     pub fn gone(&mut self, pid: u32) -> Vec<Change> {
-        self.proc.known.remove(&pid);
+        // The report comes while the process still dies. A scan at this moment must not take it for a new one; a
+        // successor with the same pid is told by its inode.
+        if let Some(known) = self.proc.known.get_mut(&pid) {
+            known.due = self.now + self.scan_interval + PENDING_PAUSE;
+        }
         if !self.table.is_candidate(pid) {
             return Vec::new();
         }
@@ -207,17 +218,16 @@ impl Host {
             (_, true) => MEMBER_PAUSE,
             _ => LONGEST_PAUSE,
         };
-        let pause = age.clamp(SHORTEST_PAUSE, longest);
-        // Spread, so that the old processes of a host do not all fall into one scan.
-        self.proc
-            .remember(pid, inode, parent, self.now + pause - pause * (pid % 8) / 16);
+        // Between half and all of the pause, so that the old processes of a host do not all fall into one scan.
+        let pause = age.clamp(SHORTEST_PAUSE, longest) * (8 + pid % 8) / 16;
+        self.proc.remember(pid, inode, parent, self.now + pause);
     }
 }
 
 /// One process of /proc, candidate or not.
 #[derive(Debug)]
 struct KnownPid {
-    /// Inode of its directory, 0 where a single look did not learn it.
+    /// Inode of its directory.
     inode: u64,
     parent: u32,
     /// Time since boot from which it is to be looked at again.
@@ -247,6 +257,11 @@ impl Proc {
                 source: io::Error::other(error.to_string()),
             }),
         }
+    }
+
+    /// The inode of a process's directory; 0, which no inode has: it is gone.
+    fn inode(&self, pid: u32) -> u64 {
+        fs::metadata(self.root.join(pid.to_string())).map_or(0, |directory| directory.ino())
     }
 
     /// Whether a listed process has to be looked at; takes note that it is there.

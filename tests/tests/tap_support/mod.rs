@@ -1,5 +1,10 @@
 //! Real senders for the tests of the tap, and a collector of what the tap saw of them.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a failed unwrap of a helper is a failed test"
+)]
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -17,7 +22,8 @@ use omnitap::{
 /// How long an event may take to arrive before a test fails.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Whether the tap can work here by what the machine says of itself. If not, says why, aloud: the test is skipped.
+/// Whether the tap can work here by what the machine says of itself. If not, says why, aloud: the test is
+/// skipped.
 pub(crate) fn can_run() -> bool {
     let report = Facts::read().judge();
     if report.works() {
@@ -94,8 +100,25 @@ pub(crate) fn script(name: &str) -> PathBuf {
 /// The bytes that `sender.py` sends.
 pub(crate) fn content(seed: u64, size: u64) -> Vec<u8> {
     (0..size)
-        .map(|i| ((seed * 31 + i * 7 + (i >> 8)) & 255) as u8)
+        .map(|i| (seed * 31 + i * 7 + (i >> 8)).to_le_bytes()[0])
         .collect()
+}
+
+/// The bytes that `module.py` and `static.c` send.
+pub(crate) fn ramp(size: u64) -> Vec<u8> {
+    (0..size).map(|i| (i * 7).to_le_bytes()[0]).collect()
+}
+
+/// Runs one test of this binary again, with these capabilities in reach and `inner` set in its environment.
+pub(crate) fn again(test: &str, capabilities: &str, inner: &str) {
+    let status = Command::new("setpriv")
+        .arg(format!("--bounding-set={capabilities}"))
+        .arg(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture"])
+        .env(inner, "1")
+        .status()
+        .expect("setpriv is part of util-linux");
+    assert!(status.success());
 }
 
 /// A process that answers a line to each line, after it has sent what the line asks for.
@@ -186,8 +209,9 @@ pub(crate) struct Kept {
     pub(crate) tail: Vec<u8>,
 }
 
-/// Reads until `count` frames of a process have come through the socket of the first, or the patience is over. pyzmq
-/// tells its own garbage collector of each buffer that was sent without copying, through another socket: 8 bytes.
+/// Reads until `count` frames of a process have come through the socket of the first, or the patience is
+/// over. pyzmq tells its own garbage collector of each buffer that was sent without copying, through another
+/// socket: 8 bytes.
 pub(crate) fn frames(reader: &mut Reader, pid: u32, count: usize) -> Vec<Kept> {
     let mut kept = Vec::new();
     let mut socket = None;
@@ -220,14 +244,26 @@ pub(crate) fn until(reader: &mut Reader, mut question: impl FnMut(&Event<'_>) ->
     while !seen && start.elapsed() < PATIENCE {
         reader
             .drain(Duration::from_millis(10), usize::MAX, |event| {
-                seen |= question(&event)
+                seen |= question(&event);
             })
             .unwrap();
     }
     seen
 }
 
-/// The byte of a process's memory at a probe, and the byte of the file there: they differ while the probe is on.
+/// Whether frames wait in the ring.
+pub(crate) fn any_frames(reader: &mut Reader) -> bool {
+    let mut any = false;
+    reader
+        .drain(Duration::from_millis(20), usize::MAX, |event| {
+            any |= matches!(event, Event::Frame(_));
+        })
+        .unwrap();
+    any
+}
+
+/// The byte of a process's memory at a probe, and the byte of the file there: they differ while the probe is
+/// on.
 pub(crate) fn bytes_at_probe(pid: u32, probe: &tap::ProbeInfo) -> (u8, u8) {
     use std::os::unix::fs::FileExt;
     let text = tap::maps::read(pid).unwrap();

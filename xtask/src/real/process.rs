@@ -148,13 +148,6 @@ fn start_time(pid: u32) -> Option<u64> {
     stat(pid)?.get(19)?.parse().ok()
 }
 
-/// CPU time that a process has used, user and system. Clock ticks are 10 ms on every Linux that we know.
-pub(crate) fn cpu_time(pid: u32) -> Option<Duration> {
-    let fields = stat(pid)?;
-    let ticks: u64 = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
-    Some(Duration::from_millis(ticks * 10))
-}
-
 /// CPU time of a process to the nanosecond: the sum of what the scheduler has for its threads.
 pub(crate) fn run_time(pid: u32) -> Option<Duration> {
     let mut total = 0;
