@@ -1089,7 +1089,7 @@ mod tests {
     #[test]
     fn versions_are_asked_for_until_known() {
         let (mut world, _) = World::new(&[]);
-        world.now = Duration::from_secs(300);
+        world.now = Duration::from_mins(5);
         world.see(&[(100, 1, OMNI)]);
         assert_eq!(world.facts.asked.take(), [100]);
         // Nothing new was seen: nothing is asked.
