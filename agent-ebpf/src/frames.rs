@@ -1,10 +1,13 @@
 //! Frames that a process hands to `zmq_msg_send`.
 
-use core::mem::MaybeUninit;
+use core::{cell::UnsafeCell, mem::MaybeUninit};
 
 use aya_ebpf::{
     EbpfContext as _,
-    helpers::{bpf_get_current_pid_tgid, bpf_ktime_get_ns, generated::bpf_probe_read_user},
+    helpers::{
+        bpf_get_current_pid_tgid, bpf_ktime_get_ns,
+        generated::{bpf_probe_read_user, bpf_probe_read_user_str},
+    },
     macros::{map, uprobe},
     maps::LruHashMap,
     programs::ProbeContext,
@@ -14,7 +17,7 @@ use omnitap_ebpf::{
     flag, watch,
 };
 
-use crate::maps::{EVENTS, capture_limit, count, is_watched, wakeup};
+use crate::maps::{EVENTS, add, capture_limit, count, is_watched, wakeup};
 
 /// `ZMQ_SNDMORE` of zmq.h.
 const ZMQ_SNDMORE: u64 = 2;
@@ -27,6 +30,7 @@ const TYPE_LMSG: u8 = 102;
 const TYPE_CMSG: u8 = 104;
 const TYPE_ZCLMSG: u8 = 105;
 const MSG_CONTENT: u64 = 8;
+const MSG_VSM_SIZE: u64 = 41;
 /// An aligned word that holds size (its second byte) and type (its third).
 const MSG_TYPE_WORD: u64 = 40;
 const VSM_MAX: u64 = 33;
@@ -38,6 +42,28 @@ const VSM_MAX: u64 = 33;
 /// what a dead process leaves is evicted.
 #[map]
 static MESSAGES: LruHashMap<[u64; 2], u64> = LruHashMap::with_max_entries(1024, 0);
+
+/// Entries in `MESSAGES`, as a plain word: that it is 0 saves the lookup, nearly always. An entry that was
+/// evicted, of a process that died in the midst of a message, leaves it too high, which costs lookups but
+/// never a frame.
+static OPEN_MESSAGES: Word = Word(UnsafeCell::new(0));
+
+struct Word(UnsafeCell<u64>);
+
+// SAFETY: it is read by one load, and written by atomic instructions alone.
+unsafe impl Sync for Word {}
+
+#[inline(always)]
+fn open_messages() -> u64 {
+    // SAFETY: as for `Sync`.
+    unsafe { OPEN_MESSAGES.0.get().read_volatile() }
+}
+
+#[inline(always)]
+fn add_open_messages(number: u64) {
+    // SAFETY: a word of the object's data.
+    unsafe { add(OPEN_MESSAGES.0.get(), number) };
+}
 
 /// Entry of `int zmq_msg_send(zmq_msg_t *msg, void *socket, int flags)`.
 #[uprobe]
@@ -72,11 +98,6 @@ fn has_more(ctx: &ProbeContext) -> bool {
 }
 
 #[inline(always)]
-fn tgid() -> u32 {
-    (bpf_get_current_pid_tgid() >> 32) as u32
-}
-
-#[inline(always)]
 fn now() -> u64 {
     // SAFETY: the helper has no preconditions.
     unsafe { bpf_ktime_get_ns() }
@@ -101,26 +122,67 @@ fn opaque(mut value: u64) -> u64 {
     value
 }
 
+/// Process and thread of a hit, as `bpf_get_current_pid_tgid` gives them. Lies on the stack, where the lookup
+/// needs the process id anyway, so that it need not be asked for again.
+#[repr(transparent)]
+struct Id(u64);
+
+impl Id {
+    /// The process id, where it lies.
+    #[inline(always)]
+    fn tgid(&self) -> &u32 {
+        // SAFETY: the upper half of the word: the target is little-endian.
+        unsafe { &*(&raw const self.0).cast::<u32>().add(1) }
+    }
+
+    #[inline(always)]
+    fn get(&self) -> u64 {
+        // SAFETY: a reference. Volatile, so that the word is not kept in a register, of which there are few.
+        unsafe { (&raw const self.0).read_volatile() }
+    }
+}
+
 #[inline(always)]
 fn frame(ctx: &ProbeContext) -> Counter {
-    if !is_watched(tgid(), watch::FRAMES) {
-        return Counter::Unwatched;
-    }
-    // The one buffer on the stack, used three times.
+    // The one buffer on the stack, used several times.
     let mut buffer = MaybeUninit::<[u64; 2]>::uninit();
     let to = buffer.as_mut_ptr().cast::<u64>();
 
-    // SAFETY: reads into the first word of `buffer`.
-    if !unsafe { read(to.cast(), 8, msg(ctx) + MSG_TYPE_WORD) } {
-        return Counter::LostUnreadable;
+    // Nine of ten calls are wake-ups of one byte. They are told by the two bytes of size and type, before
+    // even the process is looked up: a hit that gives no record need not be of a watched process. Reading
+    // two bytes as a string costs less than reading them as memory (on x86 that is a `rep movsb`). It ends
+    // at a zero byte, so it may come back empty-handed; then the way below decides.
+    let (mut vsm_size, mut kind) = (0, 0);
+    if !has_more(ctx) {
+        // SAFETY: reads at most 3 bytes into `buffer`.
+        let len = unsafe { bpf_probe_read_user_str(to.cast(), 3, (msg(ctx) + MSG_VSM_SIZE) as *const _) };
+        if len == 3 {
+            // SAFETY: just read.
+            let bytes = unsafe { buffer.as_ptr().cast::<[u8; 2]>().read() };
+            (vsm_size, kind) = (u64::from(bytes[0]), bytes[1]);
+            if kind == TYPE_VSM && vsm_size == 1 && open_messages() == 0 {
+                return Counter::Short;
+            }
+        }
     }
-    // SAFETY: just read.
-    let word = unsafe { to.read() };
-    let kind = (word >> 16) as u8;
+
+    let id = Id(bpf_get_current_pid_tgid());
+    if !is_watched(id.tgid(), watch::FRAMES) {
+        return Counter::Unwatched;
+    }
+    if kind == 0 {
+        // SAFETY: reads into the first word of `buffer`.
+        if !unsafe { read(to.cast(), 8, msg(ctx) + MSG_TYPE_WORD) } {
+            return Counter::LostUnreadable;
+        }
+        // SAFETY: just read.
+        let word = unsafe { to.read() };
+        (vsm_size, kind) = (word >> 8 & 0xff, (word >> 16) as u8);
+    }
     let (content, size);
     if kind == TYPE_VSM {
         content = msg(ctx) + MSG_CONTENT;
-        size = word >> 8 & 0xff;
+        size = vsm_size;
         if size > VSM_MAX {
             return Counter::LostUnknownType;
         }
@@ -144,37 +206,53 @@ fn frame(ctx: &ProbeContext) -> Counter {
         [content, size] = unsafe { buffer.assume_init() };
     }
 
-    let is_aux = is_behind_payload(ctx, buffer.write([socket(ctx), u64::from(tgid())]), size);
-    if size <= 1 && !has_more(ctx) {
+    let is_aux = if open_messages() != 0 {
+        let key = buffer.write([socket(ctx), id.get() >> 32]);
+        is_behind_payload(ctx, key)
+    } else {
+        false
+    };
+    if has_more(ctx) {
+        if !is_aux && size > PREFIX_MAX {
+            let key = buffer.write([socket(ctx), id.get() >> 32]);
+            remember(key);
+        }
+    } else if size <= 1 {
         return Counter::Short;
     }
     if is_aux {
-        return header_only(ctx, content, size);
+        return header_only(ctx, &id, content, size);
     }
-    capture(ctx, content, size)
+    capture(ctx, &id, content, size)
 }
 
-/// Whether this part comes behind its message's payload. Remembers a payload that has parts behind it.
+/// Whether this part comes behind its message's payload. Forgets the message at its last part.
 #[inline(always)]
-fn is_behind_payload(ctx: &ProbeContext, key: &[u64; 2], size: u64) -> bool {
-    if let Some(last) = MESSAGES.get_ptr_mut(key) {
-        // SAFETY: a value of the map; should the entry be reused meanwhile, then by a message as young.
-        let age = now().wrapping_sub(unsafe { last.read() });
-        if !has_more(ctx) {
-            // Gone already only when evicted, which is as good.
-            let _ = MESSAGES.remove(key);
-        } else if age < MESSAGE_TIMEOUT_NS || size > PREFIX_MAX {
-            // SAFETY: as above.
-            unsafe { last.write(now()) };
-        } else {
-            let _ = MESSAGES.remove(key);
-        }
-        return age < MESSAGE_TIMEOUT_NS;
+fn is_behind_payload(ctx: &ProbeContext, key: &[u64; 2]) -> bool {
+    let Some(last) = MESSAGES.get_ptr_mut(key) else {
+        return false;
+    };
+    // SAFETY: a value of the map; should the entry be reused meanwhile, then by a message as young.
+    let is_open = now().wrapping_sub(unsafe { last.read_volatile() }) < MESSAGE_TIMEOUT_NS;
+    if is_open && has_more(ctx) {
+        // SAFETY: as above.
+        unsafe { last.write_volatile(now()) };
+    } else if MESSAGES.remove(key).is_ok() {
+        add_open_messages(u64::MAX);
     }
-    if has_more(ctx) && size > PREFIX_MAX && MESSAGES.insert(key, now(), 0).is_err() {
+    is_open
+}
+
+/// Remembers that a message's payload has come and further parts will.
+#[inline(always)]
+fn remember(key: &[u64; 2]) {
+    // A message that its sender gave up keeps its entry, and stays counted once.
+    let is_new = MESSAGES.get_ptr(key).is_none();
+    if MESSAGES.insert(key, now(), 0).is_err() {
         count(Counter::MessageNotKept);
+    } else if is_new {
+        add_open_messages(1);
     }
-    false
 }
 
 /// A frame record with room for `N` bytes of content.
@@ -193,7 +271,14 @@ struct Slot<const N: usize> {
 ///
 /// `to` must be a header inside a reserved record.
 #[inline(always)]
-unsafe fn write_header(to: *mut FrameHeader, ctx: &ProbeContext, flags: u32, content: u64, size: u64) {
+unsafe fn write_header(
+    to: *mut FrameHeader,
+    ctx: &ProbeContext,
+    id: &Id,
+    flags: u32,
+    content: u64,
+    size: u64,
+) {
     // SAFETY: of the caller.
     unsafe {
         (&raw mut (*to).content).write_volatile(content);
@@ -203,7 +288,7 @@ unsafe fn write_header(to: *mut FrameHeader, ctx: &ProbeContext, flags: u32, con
         (&raw mut (*to).kind).write_volatile(Kind::Frame as u32);
         (&raw mut (*to).head_len).write_volatile(0);
         (&raw mut (*to).tail_len).write_volatile(0);
-        let id = bpf_get_current_pid_tgid();
+        let id = id.get();
         (&raw mut (*to).tgid).write_volatile((id >> 32) as u32);
         (&raw mut (*to).tid).write_volatile(id as u32);
         (&raw mut (*to).time_ns).write_volatile(now());
@@ -211,18 +296,18 @@ unsafe fn write_header(to: *mut FrameHeader, ctx: &ProbeContext, flags: u32, con
 }
 
 #[inline(always)]
-fn header_only(ctx: &ProbeContext, content: u64, size: u64) -> Counter {
+fn header_only(ctx: &ProbeContext, id: &Id, content: u64, size: u64) -> Counter {
     let Some(mut record) = EVENTS.reserve::<FrameHeader>(0) else {
         return Counter::LostRingFull;
     };
     // SAFETY: the record is one header.
-    unsafe { write_header(record.as_mut_ptr(), ctx, flag::AUX, content, size) };
-    record.submit(wakeup());
+    unsafe { write_header(record.as_mut_ptr(), ctx, id, flag::AUX, content, size) };
+    record.submit(wakeup(size_of::<FrameHeader>()));
     Counter::Aux
 }
 
 #[inline(always)]
-fn capture(ctx: &ProbeContext, content: u64, size: u64) -> Counter {
+fn capture(ctx: &ProbeContext, id: &Id, content: u64, size: u64) -> Counter {
     const CLASSES: [usize; 6] = {
         let [a, b, c, d, e, f] = SIZE_CLASSES;
         [
@@ -231,23 +316,23 @@ fn capture(ctx: &ProbeContext, content: u64, size: u64) -> Counter {
     };
     let len = size.min(capture_limit()).min(CAPTURE_LIMIT_MAX as u64);
     if len <= CLASSES[0] as u64 {
-        captured::<{ CLASSES[0] }>(ctx, content, size, len)
+        captured::<{ CLASSES[0] }>(ctx, id, content, size, len)
     } else if len <= CLASSES[1] as u64 {
-        captured::<{ CLASSES[1] }>(ctx, content, size, len)
+        captured::<{ CLASSES[1] }>(ctx, id, content, size, len)
     } else if len <= CLASSES[2] as u64 {
-        captured::<{ CLASSES[2] }>(ctx, content, size, len)
+        captured::<{ CLASSES[2] }>(ctx, id, content, size, len)
     } else if len <= CLASSES[3] as u64 {
-        captured::<{ CLASSES[3] }>(ctx, content, size, len)
+        captured::<{ CLASSES[3] }>(ctx, id, content, size, len)
     } else if len <= CLASSES[4] as u64 {
-        captured::<{ CLASSES[4] }>(ctx, content, size, len)
+        captured::<{ CLASSES[4] }>(ctx, id, content, size, len)
     } else {
-        captured::<{ CLASSES[5] }>(ctx, content, size, len)
+        captured::<{ CLASSES[5] }>(ctx, id, content, size, len)
     }
 }
 
 /// Captures `len` bytes of the content, `len` at most `N`.
 #[inline(always)]
-fn captured<const N: usize>(ctx: &ProbeContext, content: u64, size: u64, len: u64) -> Counter {
+fn captured<const N: usize>(ctx: &ProbeContext, id: &Id, content: u64, size: u64, len: u64) -> Counter {
     let Some(mut record) = EVENTS.reserve::<Slot<N>>(0) else {
         return Counter::LostRingFull;
     };
@@ -255,7 +340,7 @@ fn captured<const N: usize>(ctx: &ProbeContext, content: u64, size: u64, len: u6
     // SAFETY: `slot` is the reserved record.
     let header = unsafe { &raw mut (*slot).header };
     // SAFETY: as above.
-    unsafe { write_header(header, ctx, 0, content, size) };
+    unsafe { write_header(header, ctx, id, 0, content, size) };
 
     // SAFETY: as above.
     let is_read = unsafe { read_content(slot, len) };
@@ -267,7 +352,7 @@ fn captured<const N: usize>(ctx: &ProbeContext, content: u64, size: u64, len: u6
             (&raw mut (*header).tail_len).write(0);
         }
     }
-    record.submit(wakeup());
+    record.submit(wakeup(size_of::<Slot<N>>()));
     if is_read {
         Counter::Captured
     } else {

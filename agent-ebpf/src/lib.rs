@@ -35,7 +35,7 @@ pub mod program {
 
 /// Names of the maps in the object.
 pub mod map {
-    /// Ring buffer of all records, in the order in which they were reserved. Its size may be set at load time.
+    /// Ring buffer of all records, in the order of their reservation. Its size may be set at load time.
     pub const EVENTS: &str = "EVENTS";
     /// Hash from process id (`u32`, initial PID namespace) to [`watch`](crate::watch) flags (`u32`).
     pub const WATCHED: &str = "WATCHED";
@@ -83,18 +83,22 @@ pub const TAIL_MAX: u32 = 4096;
 /// Bytes of content that a frame record has room for: the smallest that fits is taken.
 pub const SIZE_CLASSES: [u32; 6] = [64, 256, 1024, 4096, 16 * 1024, 64 * 1024];
 
+/// Smallest record that looks how full the ring is, with its header; see [`Config::wakeup_bytes`].
+pub const WAKEUP_RECORD_MIN: u32 = 4096;
+
 /// Settings that the programs read on each hit, so that they can be changed while running.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
     /// Most bytes of a frame that are captured, at most [`CAPTURE_LIMIT_MAX`].
     ///
-    /// A longer frame gives its last `min(capture_limit / 4, TAIL_MAX)` bytes as tail, and as many of its first
-    /// bytes as the rest of the limit allows.
+    /// A longer frame gives its last `min(capture_limit / 4, TAIL_MAX)` bytes as tail, and as many of its
+    /// first bytes as the rest of the limit allows.
     pub capture_limit: u32,
     /// When the reader is woken. 0 leaves it to the kernel, which wakes a reader that had caught up, at the
-    /// sender's cost. Otherwise at this many unread bytes in the ring, and the reader looks by itself on a
-    /// timer. Keep it well below the size of the ring.
+    /// sender's cost. Otherwise by a record of at least [`WAKEUP_RECORD_MIN`] bytes that finds this many
+    /// unread bytes in the ring, and the reader looks by itself on a timer. Keep it well below the size of
+    /// the ring.
     pub wakeup_bytes: u32,
 }
 
@@ -179,7 +183,7 @@ const _: () = {
 
 /// Index into the `COUNTERS` map.
 ///
-/// Each hit of the probe in a process ends in exactly one of those up to [`Counter::LostUnknownType`], so
+/// Each hit of the probe ends in exactly one of those up to [`Counter::LostUnknownType`], so
 /// their sum is the number of hits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
@@ -188,9 +192,10 @@ pub enum Counter {
     Captured = 0,
     /// Parts behind a payload, written as header only.
     Aux = 1,
-    /// Frames of at most one byte without MORE, dropped on purpose: wake-ups and notifications.
+    /// Frames of at most one byte without MORE, dropped on purpose: wake-ups and notifications. Whether the
+    /// process is watched need not be known for that.
     Short = 2,
-    /// Hits in a process that is not in `WATCHED`.
+    /// Other frames of a process that is not in `WATCHED`.
     Unwatched = 3,
     /// Frames lost because the ring was full.
     LostRingFull = 4,

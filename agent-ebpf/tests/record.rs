@@ -1,4 +1,5 @@
 //! Records as the programs write them, taken apart.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 use omnitap_ebpf::{FrameHeader, Kind, ProcessRecord, Record, RecordError, flag};
 use rstest::rstest;
 

@@ -5,6 +5,7 @@
 
 pub mod agent;
 pub mod check;
+pub mod cli;
 pub mod config;
 pub mod host;
 pub mod logging;

@@ -3,6 +3,11 @@
 //! `OMNITAP_TEST_PYTHON` names a Python that has setproctitle and pyzmq, else `target/venv/bin/python` is taken.
 //! Without one the tests say so and do nothing.
 
+#![expect(
+    clippy::unwrap_used,
+    reason = "a failed unwrap is a failed test, in helpers as well"
+)]
+
 use std::{
     fs,
     io::{BufRead, BufReader, Write},
@@ -132,7 +137,7 @@ fn scan_until(host: &mut Host, mut found: impl FnMut(&Host) -> bool) -> Vec<Chan
     let mut changes = host.scan().unwrap();
     while !found(host) {
         assert!(
-            start.elapsed() < Duration::from_secs(60),
+            start.elapsed() < Duration::from_mins(1),
             "not found: {:?}",
             host.processes().collect::<Vec<_>>()
         );
@@ -155,11 +160,11 @@ fn pipeline_of(host: &Host, pid: u32) -> Option<&Pipeline> {
     host.pipelines().find(|pipeline| pipeline.id == id)
 }
 
-const fn stage(stage: u32, replica: u32) -> Option<Role> {
-    Some(Role::LlmStage {
+const fn stage(stage: u32, replica: u32) -> Role {
+    Role::LlmStage {
         stage: Some(stage),
         replica: Some(replica),
-    })
+    }
 }
 
 #[test]
@@ -179,7 +184,7 @@ fn a_pipeline_starts_restarts_a_stage_and_ends() {
     tree.tell(core);
     tree.tell("b title pod 1::StageEngineCoreProc_stage1_replica0_DP0");
     scan_until(&mut host, |host| {
-        role(host, first) == stage(0, 0) && role(host, second) == stage(1, 0)
+        role(host, first) == Some(stage(0, 0)) && role(host, second) == Some(stage(1, 0))
     });
     let pipeline = pipeline_of(&host, root).unwrap().clone();
     assert_eq!(pipeline.flavor, Flavor::Omni);
@@ -198,7 +203,7 @@ fn a_pipeline_starts_restarts_a_stage_and_ends() {
     // The kernel tells of the new process before it has its title.
     assert!(host.examine(again).unwrap().is_empty());
     tree.tell(core);
-    scan_until(&mut host, |host| role(host, again) == stage(0, 0));
+    scan_until(&mut host, |host| role(host, again) == Some(stage(0, 0)));
     assert_eq!(process(&host, again).unwrap().pipeline, pipeline.id);
 
     drop(tree);
@@ -216,6 +221,24 @@ fn a_pipeline_starts_restarts_a_stage_and_ends() {
 }
 
 #[test]
+fn a_report_of_an_end_comes_while_the_process_still_dies() {
+    let Some(python) = python() else { return };
+    let tree = Tree::start(&python, &[], &["serve", "org/m"]);
+    let root = tree.pid();
+    let mut host = Host::new(Settings {
+        scan_interval: Duration::from_millis(200),
+        ..Settings::default()
+    });
+    scan_until(&mut host, |host| role(host, root).is_some());
+    let key = process(&host, root).unwrap().key;
+    assert_eq!(host.gone(root).first(), Some(&Change::ProcessGone(key)));
+    host.scan().unwrap();
+    assert_eq!(role(&host, root), None);
+    // A report that was wrong does no lasting harm.
+    scan_until(&mut host, |host| role(host, root).is_some());
+}
+
+#[test]
 fn an_agent_that_starts_late_finds_everything_in_one_scan() {
     let Some(python) = python() else { return };
     let mut tree = Tree::start(&python, &[], &["serve", "org/m", "--max-model-len", "4K"]);
@@ -230,7 +253,7 @@ fn an_agent_that_starts_late_finds_everything_in_one_scan() {
     let mut host = Host::new(Settings::default());
     host.scan().unwrap();
     assert_eq!(role(&host, tree.pid()), Some(Role::ApiServer));
-    assert_eq!(role(&host, core), stage(0, 1));
+    assert_eq!(role(&host, core), Some(stage(0, 1)));
     assert_eq!(role(&host, worker), Some(Role::Worker));
     let pipeline = pipeline_of(&host, core).unwrap();
     assert_eq!(
@@ -244,14 +267,14 @@ fn an_agent_that_starts_late_finds_everything_in_one_scan() {
 #[test]
 fn a_shell_that_becomes_a_server_is_found_by_its_event() {
     let Some(python) = python() else { return };
+    let dir = TempDir::new().unwrap();
+    let script = dir.path().join("vllm");
+    fs::write(&script, "import sys; sys.stdin.read()").unwrap();
     let mut tree = Tree::start(&python, &[], &["idle"]);
     let root = tree.pid();
     let mut host = Host::new(Settings::default());
     host.scan().unwrap();
     assert_eq!(role(&host, root), None);
-    let dir = TempDir::new().unwrap();
-    let script = dir.path().join("vllm");
-    fs::write(&script, "import sys; sys.stdin.read()").unwrap();
     tree.tell(&format!("exec {} serve m", script.display()));
     while role(&host, root).is_none() {
         // As the exec tracepoint would, at some moment around the exec.
@@ -301,7 +324,7 @@ fn a_pid_namespace_hides_nothing() {
     scan_until(&mut host, |host| {
         server(host).is_some_and(|server| {
             host.processes()
-                .any(|p| p.parent == server && Some(p.role) == stage(3, 2))
+                .any(|p| p.parent == server && p.role == stage(3, 2))
         })
     });
     let server = server(&host).unwrap();

@@ -352,7 +352,7 @@ fn own_families_are_written_from_any_thread() {
                 for _ in 0..1000 {
                     frames.add(1.0);
                     own.add(Family::OmnitapEventsLostTotal, &["ring_full"], 2.0);
-                    own.observe(Family::OmnitapProbeAttachSeconds, &[], 0.5);
+                    own.observe(Family::OmnitapScrapeDurationSeconds, &[], 0.5);
                 }
             });
         }
@@ -366,7 +366,7 @@ fn own_families_are_written_from_any_thread() {
         [r#"{kind="ring_full"} 8000.0"#]
     );
     assert_eq!(
-        samples(&registry, "omnitap_probe_attach_seconds_sum"),
+        samples(&registry, "omnitap_scrape_duration_seconds_sum"),
         [" 2000.0"]
     );
 }

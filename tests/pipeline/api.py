@@ -142,7 +142,8 @@ class Orchestrator:
         self.requests: dict[str, truth.Request] = {}
         self.turn = [0] * len(scenario.stages)
         self.number = 0
-        self.messages = 0
+        # Frames on all sockets between the API process and the engines, but for 1-byte wake-ups.
+        self.frames = 0
 
     def attach(self, client: Client, engines: list[tuple[int, int, int]]) -> asyncio.Task[None]:
         """Takes engines into service and reads what they send."""
@@ -154,7 +155,7 @@ class Orchestrator:
         by_rank = {rank: (stage, replica) for stage, replica, rank in engines}
         while True:
             frames = await client.pull.recv_multipart()
-            self.messages += 1
+            self.frames += len(frames)
             if frames[0] == wire.ENGINE_CORE_DEAD:
                 for where in by_rank.values():
                     await self.lose(*where)
@@ -204,7 +205,10 @@ class Orchestrator:
         self.turn[stage] += 1
         client, rank = self.engines[(stage, replica)]
         max_tokens = self.scenario.phases[phase].requests[index].max_tokens
-        params = wire.SamplingParams(temperature=0.8, seed=0, max_tokens=max_tokens, logprobs=work.logprobs)
+        kind = wire.OutputKind.DELTA if request.stream else wire.OutputKind.FINAL_ONLY
+        params = wire.SamplingParams(
+            temperature=0.8, seed=0, max_tokens=max_tokens, logprobs=work.logprobs, output_kind=kind
+        )
         arrival = request.arrival if stage == 0 else time.time()
         kind = wire.OmniRequest if self.omni else wire.Request
         add = kind(request.id, list(range(work.prompt)), None, params, None, arrival)
@@ -220,14 +224,14 @@ class Orchestrator:
             }
             add.additional_information = {"entries": {"hidden": entry}}
         request.stages[stage] = truth.AtStage(replica, arrival, time.monotonic(), max_tokens, work.prompt)
-        await client.send(rank, wire.ADD, self.encoder.encode(add))
+        await self._send(client, rank, wire.ADD, add)
 
     async def user(self, phase: int, index: int) -> None:
         """One user's request, from its arrival to its end or abort."""
         plan = self.scenario.phases[phase].requests[index]
         self.number += 1
         name = sc.external_id(plan.prefix, phase, index, self.number)
-        request = truth.Request(f"{name}-{random.getrandbits(32):08x}", time.time(), {})
+        request = truth.Request(f"{name}-{random.getrandbits(32):08x}", time.time(), {}, plan.stream)
         self.requests[request.id] = request
         stages = len(self.scenario.stages) if self.scenario.forward == "prewarm" else 1
         for stage in range(stages):
@@ -243,7 +247,12 @@ class Orchestrator:
         for stage, at in request.stages.items():
             if not at.finished and (stage, at.replica) in self.engines:
                 client, rank = self.engines[(stage, at.replica)]
-                await client.send(rank, wire.ABORT, self.encoder.encode([request.id]))
+                await self._send(client, rank, wire.ABORT, [request.id])
+
+    async def _send(self, client: Client, rank: int, tag: bytes, message: Any) -> None:
+        frames = self.encoder.encode(message)
+        self.frames += 2 + len(frames)
+        await client.send(rank, tag, frames)
 
     def _forget(self, request: truth.Request) -> None:
         self.requests.pop(request.id, None)
@@ -331,14 +340,15 @@ class Api:
             await self.go.get()
             if number >= len(self.scenario.phases):
                 raise ValueError("no further phase")
+            frames = orchestrator.frames if orchestrator else 0
             say(event="started", phase=number, time=time.monotonic())
             if orchestrator is None:
                 await self._phase_of_workers(number)
             else:
                 acts = asyncio.ensure_future(self._acts(orchestrator, number))
                 await asyncio.gather(orchestrator.phase(number), acts)
-            messages = orchestrator.messages if orchestrator else None
-            say(event="ended", phase=number, time=time.monotonic(), messages=messages)
+            frames = orchestrator.frames - frames if orchestrator else None
+            say(event="ended", phase=number, time=time.monotonic(), frames=frames)
             if number + 1 == len(self.scenario.phases) and self.scenario.forever:
                 self.go.put_nowait(None)
             else:

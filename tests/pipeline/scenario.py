@@ -45,6 +45,8 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     stages: list[Work]
     prefix: str = "speech"
     max_tokens: int | None = None
+    # A streamed response: the stages are asked for what is new, else for the whole in the end.
+    stream: bool = True
     # Seconds from the start of the phase.
     at: float = 0.0
     # The user goes away this many seconds later.

@@ -68,6 +68,7 @@ class Request(msgspec.Struct):
     id: str
     arrival: float
     stages: dict[int, AtStage]
+    stream: bool
     over: bool = False
 
 
@@ -81,9 +82,11 @@ class Truth:
 
     def iteration(self, stage: int, replica: int, outputs: list[wire.Output], known: dict[str, Request]) -> None:
         """One message of an engine with at least one output."""
-        prompt = sum(o.prefill_stats.num_prompt_tokens for o in outputs if o.prefill_stats and o.request_id in known)
+        computed = sum(
+            o.prefill_stats.num_computed_tokens for o in outputs if o.prefill_stats and o.request_id in known
+        )
         tokens = sum(len(o.new_token_ids) for o in outputs if o.request_id in known)
-        self._observe("iteration_tokens_total", stage, replica, prompt + tokens)
+        self._observe("iteration_tokens_total", stage, replica, computed + tokens)
 
     def stats(self, stage: int, replica: int, stats: wire.SchedulerStats) -> None:
         """A scheduler snapshot."""
@@ -96,8 +99,6 @@ class Truth:
         replica = at.replica
         at.tokens += len(output.new_token_ids)
         self._add("generation_tokens_total", stage, replica, len(output.new_token_ids))
-        if self.omni:
-            self.log.add("vllm_omni:generation_tokens_total", {}, len(output.new_token_ids))
         for event in output.events or []:
             if event.type == wire.EventType.QUEUED:
                 at.queued = event.timestamp
@@ -128,8 +129,6 @@ class Truth:
             ("external_kv_transfer", stats.num_external_cached_tokens),
         ):
             self._add("prompt_tokens_by_source_total", stage, at.replica, tokens, source=source)
-        if self.omni and stage == 0:
-            self.log.add("vllm_omni:prompt_tokens_total", {}, stats.num_prompt_tokens)
 
     def _audio(self, request: Request, stage: int, at: AtStage, tensors: dict[str, object]) -> None:
         at.has_audio = True
@@ -137,7 +136,7 @@ class Truth:
         frames = shape[-1]
         _, _, rate = tensors["sr"]
         at.rate = int.from_bytes(rate.data, "little")
-        if frames and not at.frames:
+        if frames and not at.frames and request.stream:
             labels = {"stage": stage, "replica": at.replica}
             self.log.observe("vllm_omni:audio_ttfp_s", labels, time.time() - request.arrival)
         at.frames += frames
@@ -165,6 +164,9 @@ class Truth:
             self._observe("request_prefill_time_seconds", stage, replica, at.first - at.scheduled)
             self._observe("request_inference_time_seconds", stage, replica, at.last - at.scheduled)
             self._observe("request_num_preemptions", stage, replica, at.preemptions)
+        if self.omni and reason not in ("abort", "error"):
+            generation = time.monotonic() - at.submitted
+            self.log.observe("vllm_omni:stage_gen_time_s", {"stage": stage, "stage_type": "llm"}, generation)
 
     def complete(self, request: Request, reason: str) -> None:
         """The request has ended at its last stage, with a result."""
@@ -175,8 +177,10 @@ class Truth:
         generation = time.monotonic() - at.submitted
         self.log.add("vllm_omni:requests_success_total", {"finished_reason": reason})
         self.log.observe("vllm_omni:e2e_request_latency_s", {}, time.time() - request.arrival)
-        stage = {"stage": self.last_stage, "stage_type": "llm"}
-        self.log.observe("vllm_omni:stage_gen_time_s", stage, generation)
+        # Told once a request, when it is complete: what aborted requests made is in no sum of the pipeline.
+        self.log.add("vllm_omni:prompt_tokens_total", {}, request.stages[0].prompt)
+        tokens = sum(at.tokens for at in request.stages.values())
+        self.log.add("vllm_omni:generation_tokens_total", {}, tokens)
         if not at.has_audio:
             return
         labels = {"stage": self.last_stage, "replica": at.replica}
@@ -187,6 +191,8 @@ class Truth:
         self.log.add("vllm_omni:audio_frames_total", labels, at.frames)
         self.log.observe("vllm_omni:audio_duration_s", labels, duration)
         self.log.observe("vllm_omni:audio_rtf", labels, generation / duration)
+        if not request.stream:
+            return
         underrun = worst_underrun(at.chunks, at.rate)
         self.log.observe("vllm_omni:audio_underrun_s", labels, underrun)
         if underrun <= 0.1:

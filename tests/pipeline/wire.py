@@ -42,6 +42,14 @@ class Event(msgspec.Struct):
     timestamp: float
 
 
+class OutputKind(enum.IntEnum):
+    """What the API process wants to get of a request."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 class SamplingParams(msgspec.Struct, omit_defaults=True):
     """A map that leaves out what has its default."""
 
@@ -51,7 +59,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
-    output_kind: int = 0
+    output_kind: int = OutputKind.CUMULATIVE
 
 
 class Request(msgspec.Struct, array_like=True):

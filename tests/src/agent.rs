@@ -68,7 +68,10 @@ impl Agent {
     /// Starts a subcommand that serves, on this port.
     pub fn start_on(port: u16, subcommand: &str, flags: &[&str]) -> Result<Self> {
         let dir = tempfile::tempdir()?;
-        let child = Command::new(binary()?)
+        // A killed test run must leave no agent, and so no probe, behind.
+        let child = Command::new("setpriv")
+            .args(["--pdeathsig", "TERM", "--"])
+            .arg(binary()?)
             .arg(subcommand)
             .args(["--web.listen-address", &format!("127.0.0.1:{port}")])
             .args(flags)

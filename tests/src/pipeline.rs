@@ -86,7 +86,7 @@ impl Pipeline {
         let here = crate::root().join("tests/pipeline");
         let mut command = Command::new(crate::python().context("no Python")?);
         command
-            .arg("-B")
+            .env("PYTHONDONTWRITEBYTECODE", "1")
             .arg(here.join(if options.omni { "vllm-omni" } else { "vllm" }))
             .args(["serve", &options.model])
             .args(options.omni.then_some("--omni"))

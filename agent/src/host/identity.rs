@@ -19,7 +19,10 @@ pub struct PipelineId(pub u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
-    /// The API server, with the orchestrator thread of vLLM-Omni in it.
+    /// The API server, with the orchestrator thread of vLLM-Omni in it, or a program that embeds the engine.
+    ///
+    /// With several API workers it is their launcher: it has the command line, sends the start-up handshakes and
+    /// nothing of any request. Only the children tell, so it is tapped like any other.
     ApiServer,
     /// One of several API workers (`VLLM::APIServer_{i}`).
     ApiWorker {
@@ -44,7 +47,7 @@ pub enum Role {
     },
     /// A tensor- or pipeline-parallel worker of a stage: never probed.
     Worker,
-    /// Data-parallel coordinator or OmniCoordinator.
+    /// Data-parallel coordinator or `OmniCoordinator`.
     Coordinator,
 }
 

@@ -27,11 +27,23 @@ const FORK_AGE: Duration = Duration::from_secs(5);
 /// minute before it sets one; a diffusion stage sets none until its model is loaded, or ever.
 const SPAWN_AGE: Duration = Duration::from_mins(1);
 
+/// After this age no process is expected to get a title any more.
+pub const TITLE_AGE: Duration = Duration::from_mins(2);
+
 /// Longest chain of parents followed.
 const MAX_DEPTH: usize = 64;
 
-/// How often the versions of one pipeline are looked for: some are never found (static builds, exotic layouts).
-const VERSION_LOOKS: u32 = 20;
+/// Up to this age of a process, versions are looked for at each look at it: an import takes minutes on a busy host.
+/// Later its first look must do; some are never found (static builds, exotic layouts).
+const VERSION_AGE: Duration = Duration::from_mins(10);
+
+/// How old a process is at a time since boot.
+#[must_use]
+pub fn age(key: &ProcessKey, now: Duration) -> Duration {
+    now.saturating_sub(Duration::from_millis(
+        key.start_ticks.saturating_mul(1000 / TICKS_PER_SECOND),
+    ))
+}
 
 /// What one look at a process shows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,13 +82,6 @@ struct Candidate {
     fresh: bool,
 }
 
-/// A pipeline as published, and how often its versions were looked for.
-#[derive(Debug)]
-struct Known {
-    pipeline: Pipeline,
-    looks: u32,
-}
-
 /// Where a process belongs.
 #[derive(Clone, Copy, Debug)]
 enum Place {
@@ -93,7 +98,7 @@ enum Place {
 pub struct Table {
     candidates: BTreeMap<u32, Candidate>,
     processes: HashMap<ProcessKey, Process>,
-    pipelines: BTreeMap<PipelineId, Known>,
+    pipelines: BTreeMap<PipelineId, Pipeline>,
     pending: BTreeSet<u32>,
     next_id: u32,
 }
@@ -158,7 +163,7 @@ impl Table {
 
     /// The pipelines, oldest first.
     pub fn pipelines(&self) -> impl Iterator<Item = &Pipeline> {
-        self.pipelines.values().map(|known| &known.pipeline)
+        self.pipelines.values()
     }
 
     /// Works out every role; `now` is the time since boot. Ends come before beginnings, a pipeline before its
@@ -194,21 +199,22 @@ impl Table {
         let mut changes = ends(&self.processes, &self.pipelines, &members);
         for (id, mut members) in members {
             members.sort_by_key(|(seen, _)| (seen.sighting.key.start_ticks, seen.sighting.key.pid));
-            let known = self.pipelines.remove(&id);
-            let was = known.as_ref().map(|known| &known.pipeline);
-            let mut looks = known.as_ref().map_or(0, |known| known.looks);
+            let was = self.pipelines.get(&id);
             let Some(mut pipeline) = describe(id, &members, was) else {
                 continue;
             };
-            if !is_complete(&pipeline) && looks < VERSION_LOOKS {
+            if !is_complete(&pipeline) {
                 // A stage has more of vLLM mapped than an API server, and it is the younger one.
                 let asked = members
                     .iter()
                     .rev()
-                    .find(|(seen, role)| seen.fresh && role.is_tapped());
-                if let Some((seen, _)) = asked {
-                    looks += 1;
-                    let found = evidence.versions(seen.sighting.key);
+                    .map(|(seen, role)| (seen, role, seen.sighting.key))
+                    .find(|(seen, role, key)| {
+                        let is_new = !self.processes.contains_key(key);
+                        role.is_tapped() && seen.fresh && (is_new || age(key, now) < VERSION_AGE)
+                    });
+                if let Some((_, _, key)) = asked {
+                    let found = evidence.versions(key);
                     let Versions { vllm, omni } = &mut pipeline.versions;
                     *vllm = found.vllm.or(vllm.take());
                     *omni = found.omni.or(omni.take());
@@ -216,15 +222,14 @@ impl Table {
             }
             if was != Some(&pipeline) {
                 changes.push(Change::Pipeline(pipeline.clone()));
+                self.pipelines.insert(id, pipeline);
             }
-            self.pipelines.insert(id, Known { pipeline, looks });
             for (seen, role) in members {
                 let key = seen.sighting.key;
                 let was = self.processes.get(&key);
-                let container = match was {
-                    Some(was) => was.container.clone(),
-                    None => evidence.container(key),
-                };
+                // A first look may come too early, or fail: one without a container is asked again.
+                let container = was.and_then(|was| was.container.clone());
+                let container = container.or_else(|| if seen.fresh { evidence.container(key) } else { None });
                 let process = Process {
                     key,
                     parent: seen.sighting.parent,
@@ -304,7 +309,7 @@ impl Table {
 /// What ended: published processes and pipelines that have no member any more.
 fn ends(
     processes: &HashMap<ProcessKey, Process>,
-    pipelines: &BTreeMap<PipelineId, Known>,
+    pipelines: &BTreeMap<PipelineId, Pipeline>,
     members: &BTreeMap<PipelineId, Vec<(&Candidate, Role)>>,
 ) -> Vec<Change> {
     let alive: BTreeSet<ProcessKey> = members
@@ -373,7 +378,7 @@ fn describe(id: PipelineId, members: &[(&Candidate, Role)], was: Option<&Pipelin
 struct Round<'a, E> {
     candidates: &'a BTreeMap<u32, Candidate>,
     processes: &'a HashMap<ProcessKey, Process>,
-    pipelines: &'a BTreeMap<PipelineId, Known>,
+    pipelines: &'a BTreeMap<PipelineId, Pipeline>,
     next_id: &'a mut u32,
     places: HashMap<u32, Place>,
     /// New pipelines of engines without a launcher, by session.
@@ -486,7 +491,7 @@ impl<E: Evidence> Round<'_, E> {
                 .is_some_and(|parent| parent.sighting.args == seen.sighting.args)
         });
         if let Some((_, _, id)) = fork_of {
-            return if self.age(seen) < FORK_AGE {
+            return if age(&seen.sighting.key, self.now) < FORK_AGE {
                 Place::Pending
             } else if serve.omni {
                 // Only its sockets would tell the coordinator from another fork; neither is probed.
@@ -522,7 +527,10 @@ impl<E: Evidence> Round<'_, E> {
             return Place::In(role, id);
         }
         match above {
-            Some((_, Role::ApiServer | Role::ApiWorker { .. } | Role::Headless, id)) if !ranked => {
+            // Workers in processes of their own are children of the stage, or have ranks.
+            Some((pid, Role::ApiServer | Role::ApiWorker { .. } | Role::Headless, id))
+                if !ranked && pid == seen.sighting.parent =>
+            {
                 Place::In(STAGE, id)
             }
             Some((_, _, id)) => Place::In(Role::Worker, id),
@@ -556,7 +564,7 @@ impl<E: Evidence> Round<'_, E> {
         let omni = self
             .pipelines
             .get(&id)
-            .is_some_and(|known| known.pipeline.flavor == Flavor::Omni)
+            .is_some_and(|known| known.flavor == Flavor::Omni)
             || self
                 .candidates
                 .get(&pid)
@@ -568,8 +576,7 @@ impl<E: Evidence> Round<'_, E> {
             })
         };
         if omni
-            && seen.fresh
-            && (self.age(seen) >= SPAWN_AGE || has_workers())
+            && (has_workers() || (seen.fresh && age(&seen.sighting.key, self.now) >= SPAWN_AGE))
             && self.evidence.maps_zmq(seen.sighting.key)
         {
             return Place::In(
@@ -581,13 +588,6 @@ impl<E: Evidence> Round<'_, E> {
             );
         }
         Place::Pending
-    }
-
-    fn age(&self, seen: &Candidate) -> Duration {
-        let ticks = seen.sighting.key.start_ticks;
-        self.now.saturating_sub(Duration::from_millis(
-            ticks.saturating_mul(1000 / TICKS_PER_SECOND),
-        ))
     }
 }
 
@@ -606,6 +606,7 @@ mod tests {
         others: HashMap<u32, Sighting>,
         zmq: HashSet<u32>,
         versions: HashMap<u32, Versions>,
+        containers: HashMap<u32, Container>,
         asked: RefCell<Vec<u32>>,
     }
 
@@ -619,8 +620,8 @@ mod tests {
         fn maps_zmq(&self, key: ProcessKey) -> bool {
             self.zmq.contains(&key.pid)
         }
-        fn container(&self, _: ProcessKey) -> Option<Container> {
-            None
+        fn container(&self, key: ProcessKey) -> Option<Container> {
+            self.containers.get(&key.pid).cloned()
         }
         fn versions(&self, key: ProcessKey) -> Versions {
             self.asked.borrow_mut().push(key.pid);
@@ -628,12 +629,12 @@ mod tests {
         }
     }
 
-    const SPAWN: &str = "python3\0-c\0from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5)\0--multiprocessing-fork";
-    const OMNI: &str = "python3\0/venv/bin/vllm-omni\0serve\0org/m\0--omni\0--served-model-name\0m\0alias";
+    const SPAWN: &str = "python3|-c|from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5)|--multiprocessing-fork";
+    const OMNI: &str = "python3|/venv/bin/vllm-omni|serve|org/m|--omni|--served-model-name|m|alias";
 
-    /// A process with this pid, parent and command line, that started at `pid` seconds after boot.
+    /// A process with this pid, parent and command line (`|` for NUL), that started at `pid` seconds after boot.
     fn sighting(pid: u32, parent: u32, cmdline: &str) -> Sighting {
-        let args: Vec<String> = cmdline.split('\0').map(str::to_owned).collect();
+        let args: Vec<String> = cmdline.split('|').map(str::to_owned).collect();
         let comm = args[0].chars().take(15).collect();
         let key = ProcessKey {
             pid,
@@ -712,11 +713,11 @@ mod tests {
         }
     }
 
-    const fn stage(stage: u32, replica: u32) -> Option<Role> {
-        Some(Role::LlmStage {
+    const fn stage(stage: u32, replica: u32) -> Role {
+        Role::LlmStage {
             stage: Some(stage),
             replica: Some(replica),
-        })
+        }
     }
 
     const DIFFUSION: Option<Role> = Some(Role::DiffusionStage {
@@ -734,7 +735,7 @@ mod tests {
             (
                 150,
                 100,
-                "python3\0-c\0from multiprocessing.resource_tracker import main;main(41)",
+                "python3|-c|from multiprocessing.resource_tracker import main;main(41)",
             ),
             (250, 200, "VLLM::Worker_TP0"),
         ]);
@@ -757,9 +758,9 @@ mod tests {
             ]
         );
         assert_eq!(world.role(100), Some(Role::ApiServer));
-        assert_eq!(world.role(200), stage(0, 0));
+        assert_eq!(world.role(200), Some(stage(0, 0)));
         assert_eq!(world.role(250), Some(Role::Worker));
-        assert_eq!(world.role(300), stage(1, 0));
+        assert_eq!(world.role(300), Some(stage(1, 0)));
         let pipeline = world.pipeline(0);
         assert_eq!(pipeline.flavor, Flavor::Omni);
         assert_eq!(pipeline.model.as_deref(), Some("org/m"));
@@ -772,7 +773,7 @@ mod tests {
             (
                 100,
                 50,
-                "python3\0/usr/bin/vllm\0serve\0org/m\0--data-parallel-size\02\0--max-model-len\08K",
+                "python3|/usr/bin/vllm|serve|org/m|--data-parallel-size|2|--max-model-len|8K",
             ),
             (101, 100, "VLLM::DPCoordinator"),
             (102, 100, "VLLM::EngineCore_DP0"),
@@ -781,7 +782,10 @@ mod tests {
             (105, 100, "VLLM::APIServer_1"),
         ]);
         assert_eq!(world.role(101), Some(Role::Coordinator));
-        assert_eq!((world.role(102), world.role(103)), (stage(0, 0), stage(0, 1)));
+        assert_eq!(
+            (world.role(102), world.role(103)),
+            (Some(stage(0, 0)), Some(stage(0, 1)))
+        );
         assert_eq!(world.role(105), Some(Role::ApiWorker { index: 1 }));
         let pipeline = world.pipeline(0);
         assert_eq!(
@@ -794,7 +798,7 @@ mod tests {
 
     #[test]
     fn a_title_that_comes_late() {
-        let (mut world, _) = World::new(&[(100, 50, "vllm\0serve\0m"), (200, 100, SPAWN)]);
+        let (mut world, _) = World::new(&[(100, 50, "vllm|serve|m"), (200, 100, SPAWN)]);
         assert_eq!(world.role(200), None);
         assert!(world.table.is_pending(200));
         assert_eq!(world.settle(), []);
@@ -858,9 +862,9 @@ mod tests {
 
     #[test]
     fn a_pid_that_turns_into_something_else() {
-        let (mut world, _) = World::new(&[(100, 50, "vllm\0serve\0m")]);
+        let (mut world, _) = World::new(&[(100, 50, "vllm|serve|m")]);
         let key = sighting(100, 0, "x").key;
-        let changes = world.see(&[(100, 50, "sleep\01000")]);
+        let changes = world.see(&[(100, 50, "sleep|1000")]);
         assert_eq!(
             changes,
             [Change::ProcessGone(key), Change::PipelineGone(PipelineId(0))]
@@ -872,17 +876,17 @@ mod tests {
         let (world, _) = World::new(&[
             (100, 1, OMNI),
             (110, 100, "VLLM::StageEngineCoreProc_stage0_replica0_DP0"),
-            (200, 1, "vllm\0serve\0org/b"),
+            (200, 1, "vllm|serve|org/b"),
             (210, 200, "VLLM::EngineCore"),
         ]);
         assert_eq!((world.home(110), world.home(210)), (Some(0), Some(1)));
-        assert_eq!(world.role(210), stage(0, 0));
+        assert_eq!(world.role(210), Some(stage(0, 0)));
         assert_eq!(world.pipeline(1).flavor, Flavor::Vllm);
     }
 
     #[test]
     fn a_server_below_another_one_is_a_pipeline_of_its_own() {
-        let (world, _) = World::new(&[(100, 1, OMNI), (200, 100, "vllm\0serve\0org/b")]);
+        let (world, _) = World::new(&[(100, 1, OMNI), (200, 100, "vllm|serve|org/b")]);
         assert_eq!((world.home(100), world.home(200)), (Some(0), Some(1)));
     }
 
@@ -892,13 +896,16 @@ mod tests {
             (
                 100,
                 1,
-                "vllm\0serve\0org/m\0--omni\0--headless\0--stage-id\01\0--omni-dp-size-local\02",
+                "vllm|serve|org/m|--omni|--headless|--stage-id|1|--omni-dp-size-local|2",
             ),
             (200, 100, "VLLM::StageEngineCoreProc_stage1_replica3_DP0"),
             (201, 100, "VLLM::StageEngineCoreProc_stage1_replica4_DP0"),
         ]);
         assert_eq!(world.role(100), Some(Role::Headless));
-        assert_eq!((world.role(200), world.role(201)), (stage(1, 3), stage(1, 4)));
+        assert_eq!(
+            (world.role(200), world.role(201)),
+            (Some(stage(1, 3)), Some(stage(1, 4)))
+        );
         assert_eq!(world.table.pipelines().count(), 1);
     }
 
@@ -924,10 +931,10 @@ mod tests {
     #[test]
     fn a_program_that_embeds_an_engine_is_its_api_server() {
         let (mut world, _) = World::new(&[
-            (100, 50, "python3\0offline.py\0--model\0org/m"),
+            (100, 50, "python3|offline.py|--model|org/m"),
             (200, 100, "VLLM::EngineCore"),
             // Another program without libzmq has only inherited its engine.
-            (20_000, 1, "tini\0--\0run.sh"),
+            (20_000, 1, "tini|--|run.sh"),
             (20_001, 20_000, "VLLM::EngineCore"),
         ]);
         assert_eq!(world.role(100), Some(Role::ApiServer));
@@ -938,7 +945,7 @@ mod tests {
         assert_eq!(world.role(20_000), None);
         assert_ne!(world.home(20_001), world.home(200));
         // It stays so at further looks, and when the engine has ended.
-        assert_eq!(world.see(&[(100, 50, "python3\0offline.py\0--model\0org/m")]), []);
+        assert_eq!(world.see(&[(100, 50, "python3|offline.py|--model|org/m")]), []);
         world.lose(200);
         assert_eq!(world.role(100), Some(Role::ApiServer));
     }
@@ -946,8 +953,8 @@ mod tests {
     #[test]
     fn a_process_between_server_and_engine_is_no_server() {
         let (world, _) = World::new(&[
-            (100, 50, "vllm\0serve\0m"),
-            (150, 100, "python3\0helper.py"),
+            (100, 50, "vllm|serve|m"),
+            (150, 100, "python3|helper.py"),
             (200, 150, "VLLM::EngineCore"),
         ]);
         assert_eq!((world.role(150), world.home(200)), (None, Some(0)));
@@ -966,7 +973,7 @@ mod tests {
 
     #[test]
     fn an_untitled_child_is_no_diffusion_stage_without_libzmq_or_without_omni() {
-        let (mut world, _) = World::new(&[(100, 1, OMNI), (300, 1, "vllm\0serve\0m")]);
+        let (mut world, _) = World::new(&[(100, 1, OMNI), (300, 1, "vllm|serve|m")]);
         world.facts.zmq.remove(&200);
         world.see(&[(200, 100, SPAWN), (400, 300, SPAWN), (500, 1, SPAWN)]);
         assert_eq!(
@@ -1002,11 +1009,24 @@ mod tests {
     }
 
     #[test]
+    fn a_single_worker_in_a_process_of_its_own_is_no_stage() {
+        let (mut world, _) = World::new(&[(100, 1, OMNI)]);
+        world.now = Duration::from_secs(202);
+        world.see(&[(200, 100, SPAWN)]);
+        // The stage itself is not due for a look when its worker shows up.
+        world.see(&[(201, 200, "vLLM-Omni::DiffusionWorker")]);
+        assert_eq!(
+            (world.role(200), world.role(201)),
+            (DIFFUSION, Some(Role::Worker))
+        );
+    }
+
+    #[test]
     fn a_stage_taken_for_diffusion_is_corrected_by_its_title() {
         let (mut world, _) = World::new(&[(100, 1, OMNI), (200, 100, SPAWN)]);
         assert_eq!(world.role(200), DIFFUSION);
         world.see(&[(200, 100, "VLLM::StageEngineCoreProc_stage1_replica0_DP0")]);
-        assert_eq!(world.role(200), stage(1, 0));
+        assert_eq!(world.role(200), Some(stage(1, 0)));
     }
 
     #[test]
@@ -1068,7 +1088,9 @@ mod tests {
 
     #[test]
     fn versions_are_asked_for_until_known() {
-        let (mut world, _) = World::new(&[(100, 1, OMNI)]);
+        let (mut world, _) = World::new(&[]);
+        world.now = Duration::from_secs(300);
+        world.see(&[(100, 1, OMNI)]);
         assert_eq!(world.facts.asked.take(), [100]);
         // Nothing new was seen: nothing is asked.
         world.settle();
@@ -1100,11 +1122,24 @@ mod tests {
 
     #[test]
     fn versions_that_are_nowhere_are_given_up() {
+        let (mut world, _) = World::new(&[]);
+        world.now = Duration::from_secs(100) + VERSION_AGE;
+        world.see(&[(100, 1, OMNI)]);
+        world.see(&[(100, 1, OMNI)]);
+        assert_eq!(world.facts.asked.take(), [100]);
+    }
+
+    #[test]
+    fn a_container_that_was_not_read_at_once_is_read_later() {
         let (mut world, _) = World::new(&[(100, 1, OMNI)]);
-        for _ in 0..100 {
-            world.see(&[(100, 1, OMNI)]);
-        }
-        assert_eq!(world.facts.asked.take().len(), VERSION_LOOKS as usize);
+        let container = Container {
+            id: "c".to_owned(),
+            pod_uid: None,
+        };
+        world.facts.containers.insert(100, container.clone());
+        assert_eq!(world.settle(), []);
+        let changes = world.see(&[(100, 1, OMNI)]);
+        assert!(matches!(&changes[..], [Change::Process(process)] if process.container == Some(container)));
     }
 
     /// A process of a made-up host: pid and parent small, so that loops and reuse happen.
@@ -1112,8 +1147,8 @@ mod tests {
         let cmdline = prop::sample::select(vec![
             OMNI,
             SPAWN,
-            "vllm\0serve\0m",
-            "vllm\0serve\0m\0--headless",
+            "vllm|serve|m",
+            "vllm|serve|m|--headless",
             "VLLM::EngineCore_DP1",
             "VLLM::StageEngineCoreProc_stage1_replica0_DP0",
             "VLLM::APIServer_0",

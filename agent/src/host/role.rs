@@ -225,17 +225,15 @@ fn server(args: &[String]) -> Option<Serve> {
 /// Only for a process that is known to talk to an engine core: any other argv would give nonsense.
 #[must_use]
 pub fn embedder(args: &[String]) -> Serve {
-    match args.iter().position(|arg| arg == "serve") {
-        Some(at) => options(args.get(at + 1..).unwrap_or_default()),
+    let first = if let Some(serve) = args.iter().position(|arg| arg == "serve") {
+        serve + 1
+    } else {
         // Positional arguments of an unknown program are no model.
-        None => {
-            let first = args
-                .iter()
-                .position(|arg| arg.starts_with("--"))
-                .unwrap_or(args.len());
-            options(args.get(first..).unwrap_or_default())
-        }
-    }
+        args.iter()
+            .position(|arg| arg.starts_with("--"))
+            .unwrap_or(args.len())
+    };
+    options(args.get(first..).unwrap_or_default())
 }
 
 fn program(args: &[String]) -> Option<(Program, &[String])> {

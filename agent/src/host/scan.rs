@@ -5,14 +5,21 @@
 //! the same pid by the inode number of its directory, which procfs gives away afresh: so a process that was seen and
 //! found uninteresting costs nothing but its part of the listing.
 
-use std::{collections::HashMap, fs, io, io::Read, os::unix::fs::DirEntryExt, path::PathBuf, time::Duration};
+use std::{
+    collections::HashMap,
+    fs, io,
+    io::Read,
+    os::unix::fs::{DirEntryExt, MetadataExt},
+    path::PathBuf,
+    time::Duration,
+};
 
 use procfs::{FromRead, ProcError, process::Process as ProcProcess};
 
 use super::{
     container,
     identity::{Change, Container, Pipeline, Process, ProcessKey, Versions},
-    pipelines::{Evidence, Sighting, Table},
+    pipelines::{Evidence, Sighting, TITLE_AGE, Table, age},
     versions,
 };
 
@@ -26,12 +33,16 @@ const MAX_MAPS: u64 = 16 << 20;
 /// Parent of all kernel threads.
 const KTHREADD: u32 = 2;
 
-/// First pause between two looks at a process; it doubles from look to look.
-const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// Shortest pause between two looks at a process. The pause is about its age: what has not changed for long will
+/// hardly change soon.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
 /// Longest pause while a title may still come.
 const PENDING_PAUSE: Duration = Duration::from_secs(1);
-/// Longest pause: by then even an old shell that became a server without an event from the kernel is found.
-const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+/// Longest pause for a process with a role.
+const MEMBER_PAUSE: Duration = Duration::from_secs(10);
+/// Longest pause for all others: by then an old shell that became a server is found, also where no event of the
+/// kernel told of it.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 /// Why discovery cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -129,7 +140,7 @@ impl Host {
     /// Looks at one process: the kernel reported that it was forked or runs a new program.
     pub fn examine(&mut self, pid: u32) -> Result<Vec<Change>, HostError> {
         self.now = self.proc.uptime()?;
-        self.look(pid, 0);
+        self.look(pid, self.proc.inode(pid));
         // Events may arrive before the first scan has seen the parents.
         let mut at = pid;
         while self.table.is_candidate(at)
@@ -137,7 +148,7 @@ impl Host {
             && parent > 1
             && !self.table.is_candidate(parent)
         {
-            self.look(parent, 0);
+            self.look(parent, self.proc.inode(parent));
             at = parent;
         }
         Ok(self.table.settle(self.now, &self.proc))
@@ -145,7 +156,11 @@ impl Host {
 
     /// A process ended: the kernel reported it.
     pub fn gone(&mut self, pid: u32) -> Vec<Change> {
-        self.proc.known.remove(&pid);
+        // The report comes while the process still dies. A scan at this moment must not take it for a new one; a
+        // successor with the same pid is told by its inode.
+        if let Some(known) = self.proc.known.get_mut(&pid) {
+            known.due = self.now + self.scan_interval + PENDING_PAUSE;
+        }
         if !self.table.is_candidate(pid) {
             return Vec::new();
         }
@@ -164,7 +179,7 @@ impl Host {
             .map(|(_, known)| known.due);
         due.min().map_or(self.scan_interval, |due| {
             due.saturating_sub(self.now)
-                .clamp(FIRST_PAUSE, self.scan_interval)
+                .clamp(SHORTEST_PAUSE, self.scan_interval)
         })
     }
 
@@ -188,34 +203,35 @@ impl Host {
         let Some(seen) = self.proc.sight(pid) else {
             // Ended, or a zombie that waits for its parent.
             self.table.lose(pid);
-            self.proc.remember(pid, inode, 0, self.now, LONGEST_PAUSE);
+            self.proc.remember(pid, inode, 0, self.now + LONGEST_PAUSE);
             return;
         };
         let parent = seen.parent;
         if parent == KTHREADD && seen.args.is_empty() {
             // A kernel thread stays one.
-            self.proc.remember(pid, inode, parent, self.now, Duration::MAX);
+            self.proc.remember(pid, inode, parent, Duration::MAX);
             return;
         }
-        let is_candidate = self.table.see(seen);
-        let longest = if is_candidate && !self.table.is_member(pid) {
-            PENDING_PAUSE
-        } else {
-            LONGEST_PAUSE
+        let age = age(&seen.key, self.now);
+        let longest = match (self.table.see(seen), self.table.is_member(pid)) {
+            (true, false) if age < TITLE_AGE => PENDING_PAUSE,
+            (_, true) => MEMBER_PAUSE,
+            _ => LONGEST_PAUSE,
         };
-        self.proc.remember(pid, inode, parent, self.now, longest);
+        // Between half and all of the pause, so that the old processes of a host do not all fall into one scan.
+        let pause = age.clamp(SHORTEST_PAUSE, longest) * (8 + pid % 8) / 16;
+        self.proc.remember(pid, inode, parent, self.now + pause);
     }
 }
 
 /// One process of /proc, candidate or not.
 #[derive(Debug)]
 struct KnownPid {
-    /// Inode of its directory, 0 where a single look did not learn it.
+    /// Inode of its directory.
     inode: u64,
     parent: u32,
     /// Time since boot from which it is to be looked at again.
     due: Duration,
-    pause: Duration,
     /// The last scan that listed it.
     round: u64,
 }
@@ -243,6 +259,11 @@ impl Proc {
         }
     }
 
+    /// The inode of a process's directory; 0, which no inode has: it is gone.
+    fn inode(&self, pid: u32) -> u64 {
+        fs::metadata(self.root.join(pid.to_string())).map_or(0, |directory| directory.ino())
+    }
+
     /// Whether a listed process has to be looked at; takes note that it is there.
     fn is_due(&mut self, pid: u32, inode: u64, now: Duration) -> bool {
         match self.known.get_mut(&pid) {
@@ -254,24 +275,14 @@ impl Proc {
         }
     }
 
-    /// Takes note of a look. A process that stays what it is gets looked at ever less often.
-    fn remember(&mut self, pid: u32, inode: u64, parent: u32, now: Duration, longest: Duration) {
-        let pause = match self.known.get(&pid) {
-            Some(known) if known.inode == inode => (known.pause * 2).min(longest),
-            _ => FIRST_PAUSE,
-        };
-        let due = if longest == Duration::MAX {
-            Duration::MAX
-        } else {
-            now + pause
-        };
+    /// Takes note of a look.
+    fn remember(&mut self, pid: u32, inode: u64, parent: u32, due: Duration) {
         self.known.insert(
             pid,
             KnownPid {
                 inode,
                 parent,
                 due,
-                pause,
                 round: self.round,
             },
         );

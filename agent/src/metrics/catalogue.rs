@@ -681,6 +681,9 @@ families! {
     OmnitapFramesTotal "omnitap_frames_total"
         Counter, &["type", "result"], Own, Nothing,
         "Payload frames given to the decoder, by message type and result (ok, truncated, unknown layout, malformed).";
+    OmnitapHttpConnectionsRefusedTotal "omnitap_http_connections_refused_total"
+        Counter, &[], Own, Nothing,
+        "HTTP connections that were closed at once because too many were open.";
     OmnitapHttpRequestsTotal "omnitap_http_requests_total"
         Counter, &["path", "code"], Own, Nothing,
         "HTTP requests that the agent answered; path is one of its own or other.";
@@ -692,25 +695,40 @@ families! {
     OmnitapPipelines "omnitap_pipelines"
         Gauge(Sum), &["flavor"], Own, Nothing,
         "Pipelines found on this host and alive.";
-    OmnitapProbeAttachSeconds "omnitap_probe_attach_seconds"
-        Histogram(SecondsFast), &[], Own, Nothing,
-        "Seconds to attach the probes of one process.";
-    OmnitapProbeDetachSeconds "omnitap_probe_detach_seconds"
-        Histogram(SecondsFast), &[], Own, Nothing,
-        "Seconds to detach the probes of one process.";
+    OmnitapProbeAttachSecondsTotal "omnitap_probe_attach_seconds_total"
+        Counter, &[], Own, Nothing,
+        "Seconds spent on attaching probes, the reading of the probed files included.";
+    OmnitapProbeAttachesTotal "omnitap_probe_attaches_total"
+        Counter, &[], Own, Nothing,
+        "Processes that were probed.";
+    OmnitapProbeDetachSecondsTotal "omnitap_probe_detach_seconds_total"
+        Counter, &[], Own, Nothing,
+        "Seconds spent on detaching probes, of threads at work side by side added up.";
+    OmnitapProbeDetachesTotal "omnitap_probe_detaches_total"
+        Counter, &[], Own, Nothing,
+        "Probes that were taken off.";
     OmnitapProbeFailuresTotal "omnitap_probe_failures_total"
         Counter, &["reason"], Own, Nothing,
         "Probes that could not be attached, by reason.";
-    OmnitapProbesAttached "omnitap_probes_attached"
-        Gauge(Sum), &["program", "site"], Own, Nothing,
-        "Probes attached now; site says whether the kernel emulates the probed instruction (cheap) or \
-         single-steps it (slow).";
+    OmnitapProbesAttachedTotal "omnitap_probes_attached_total"
+        Counter, &["site"], Own, Nothing,
+        "Probes set, by the kind of the probed instruction: slow ones are single-stepped by the kernel, the others \
+         emulated at a twentieth of the cost.";
+    OmnitapProbedProcesses "omnitap_probed_processes"
+        Gauge(Sum), &[], Own, Nothing,
+        "Processes that are probed now.";
     OmnitapReplicas "omnitap_replicas"
         Gauge(Sum), &["flavor"], Own, Nothing,
         "Replicas of stages found on this host and alive.";
     OmnitapResidentMemoryBytes "omnitap_resident_memory_bytes"
         Gauge(Sum), &[], Own, Nothing,
         "Resident memory of the agent's process.";
+    OmnitapRingBufferSizeBytes "omnitap_ring_buffer_size_bytes"
+        Gauge(Sum), &[], Own, Nothing,
+        "Size of the ring buffer between kernel and agent.";
+    OmnitapRingBufferUnreadBytes "omnitap_ring_buffer_unread_bytes"
+        Gauge(Sum), &[], Own, Nothing,
+        "Bytes in the ring buffer that the agent has not read yet.";
     OmnitapSamplesSkippedTotal "omnitap_samples_skipped_total"
         Counter, &["family", "reason"], Own, Nothing,
         "Measurements that could not become a sample, by family and reason.";

@@ -40,7 +40,7 @@ pub trait Sink {
     fn extra(&mut self, values: &[&str]) -> ExtraId;
     /// Adds to a counter. `by` of 0 creates the child.
     fn add(&mut self, family: Family, scope: ScopeId, extra: ExtraId, by: f64);
-    /// Observes a value `times` times in a histogram.
+    /// Observes a value `times` times in a histogram. `times` of 0 creates the child.
     fn observe(&mut self, family: Family, scope: ScopeId, extra: ExtraId, value: f64, times: u64);
     /// Sets this scope's part of a gauge.
     fn set(&mut self, family: Family, scope: ScopeId, extra: ExtraId, value: f64);

@@ -1,13 +1,14 @@
 //! Tells a send that was tried again from a new one.
 //!
-//! `pyzmq.asyncio` first sends without blocking; on EAGAIN it calls `zmq_msg_send` again later with the same content
-//! (docs/wire.md section "Probing libzmq"). The probe sits at the entry and sees both calls.
+//! `pyzmq.asyncio` first sends without blocking; on EAGAIN it calls `zmq_msg_send` again later with the same
+//! content (docs/wire.md section "Probing libzmq"). The probe sits at the entry and sees both calls.
 //!
-//! Addresses prove nothing: memory is reused, the engine encodes every output into the same few buffers, and contents of
-//! up to 33 bytes lie in the message itself. So a frame counts as tried again only if it can't be a new one: it is larger
-//! than that, comes from the same thread, through the same socket, with nothing in between on that socket, from the
-//! same address, within a few milliseconds, and every captured byte is equal. Engine outputs carry a time stamp and
-//! requests an id, so a new one differs. What can't be told apart is kept.
+//! Addresses prove nothing: memory is reused, the engine encodes every output into the same few buffers, and
+//! contents of up to 33 bytes lie in the message itself. So a frame counts as tried again only if it can't be
+//! a new one: it is larger than that, comes from the same thread, through the same socket, with nothing in
+//! between on that socket, from the same address, within a few milliseconds, and every captured byte is
+//! equal. Engine outputs carry a time stamp and requests an id, so a new one differs. What can't be told
+//! apart is kept.
 
 use std::{collections::HashMap, hash::Hasher};
 

@@ -1,7 +1,9 @@
 //! Takes probes off, away from the threads that have other work.
 //!
-//! Closing a probe's descriptor waits for RCU grace periods: 0.04 s on Linux 6.8, 0.25 s and more on 6.12, one after the
-//! other. Closed side by side they share the grace periods.
+//! Closing a probe's descriptor waits for RCU grace periods, most of it under one lock of the kernel
+//! (`event_mutex`): 0.04 s on Linux 6.8, 0.1 to 0.25 s on 6.12 and 6.18. Closed side by side they share some
+//! of it (measured on 6.18 with 2 CPUs: 12 probes in 1.0 s, 40 in 3.4 s against 3.9 s). A process is out of
+//! the map of watched ones before, so that its probe does nothing more meanwhile.
 
 use std::{
     collections::VecDeque,

@@ -1,8 +1,8 @@
 //! Reads `/proc/<pid>/maps`: which files a process has mapped, and where.
 //!
-//! The text comes from processes of other tenants, so only the fields that the kernel writes itself are split; the
-//! path is the rest of the line, whatever it holds (spaces, ` (deleted)`, bytes that are no UTF-8). The kernel escapes
-//! newlines alone (`\012`, `show_map_vma` in `fs/proc/task_mmu.c`).
+//! The text comes from processes of other tenants, so only the fields that the kernel writes itself are
+//! split; the path is the rest of the line, whatever it holds (spaces, ` (deleted)`, bytes that are no
+//! UTF-8). The kernel escapes newlines alone (`\012`, `show_map_vma` in `fs/proc/task_mmu.c`).
 
 use std::{
     borrow::Cow,
@@ -105,8 +105,9 @@ fn number(digits: &[u8], radix: u32) -> Option<u64> {
     u64::from_str_radix(std::str::from_utf8(digits).ok()?, radix).ok()
 }
 
-/// Undoes `\012`. A backslash itself is not escaped by the kernel, so a file with these four characters in its name
-/// reads as one with a newline: such a path fails the device and inode check when it is opened by name.
+/// Undoes `\012`. A backslash itself is not escaped by the kernel, so a file with these four characters in
+/// its name reads as one with a newline: such a path fails the device and inode check when it is opened by
+/// name.
 fn unescape(path: &[u8]) -> Cow<'_, [u8]> {
     const NEWLINE: &[u8] = b"\\012";
     if !path.windows(NEWLINE.len()).any(|w| w == NEWLINE) {
@@ -249,7 +250,7 @@ mod tests {
         let text = read(std::process::id()).unwrap();
         assert_eq!(
             parse(&text).count(),
-            text.iter().filter(|&&b| b == b'\n').count(),
+            text.split_inclusive(|&b| b == b'\n').count(),
             "every line is understood"
         );
         assert!(
@@ -265,7 +266,8 @@ mod tests {
             }
         }
 
-        /// Any file name, written as the kernel writes it, comes back whole and leaves the other fields alone.
+        /// Any file name, written as the kernel writes it, comes back whole and leaves the other fields
+        /// alone.
         #[test]
         fn any_name(name in proptest::collection::vec(1_u8..=255, 1..80), inode in 1_u64.., start in 1_u64..1 << 47) {
             // The four characters `\012` can't be told from an escaped newline (see `unescape`).

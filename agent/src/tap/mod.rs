@@ -1,7 +1,8 @@
-//! The only room with `unsafe` and aya: loads the BPF object, attaches and detaches probes, reads the ring buffer, counts losses.
+//! The only room with `unsafe` and aya: loads the BPF object, attaches and detaches probes, reads the ring
+//! buffer, counts losses.
 //!
-//! [`Tap::load`] gives the [`Tap`], which any thread may use, and the [`Reader`], which one thread drains. Everything
-//! stops when both are dropped; [`Tap::detach_all`] does it in a bounded time.
+//! [`Tap::load`] gives the [`Tap`], which any thread may use, and the [`Reader`], which one thread drains.
+//! Everything stops when both are dropped; [`Tap::detach_all`] does it in a bounded time.
 
 mod dedup;
 mod detach;
@@ -61,7 +62,8 @@ static OBJECT: &[u8] = aya::include_bytes_aligned!("../../../agent-ebpf/prebuilt
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 compile_error!("the BPF programs read the arguments of a function on x86_64 and aarch64 only");
 
-/// Smallest and largest ring buffer: a record of the largest size class must fit twice, and the kernel maps it twice.
+/// Smallest and largest ring buffer: a record of the largest size class must fit twice, and the kernel maps
+/// it twice.
 const RING_BYTES: std::ops::RangeInclusive<u32> = 256 << 10..=1 << 30;
 
 /// How the tap is set up.
@@ -69,14 +71,14 @@ const RING_BYTES: std::ops::RangeInclusive<u32> = 256 << 10..=1 << 30;
 pub struct Settings {
     /// Most bytes of a frame that are captured, up to 64 KiB; of a longer frame head and tail.
     pub capture_limit: u32,
-    /// Size of the ring buffer in bytes, taken up to the next power of two. It is locked memory, and holds what is sent
-    /// while the reader is busy.
+    /// Size of the ring buffer in bytes, taken up to the next power of two. It is locked memory, and holds
+    /// what is sent while the reader is busy.
     pub ring_bytes: u32,
-    /// Unread bytes at which the kernel wakes the reader before its timeout; 0: as soon as there is a record, which costs
-    /// the sender about a microsecond each time.
+    /// Unread bytes at which the kernel wakes the reader before its timeout; 0: as soon as there is a record,
+    /// which costs the sender about a microsecond each time.
     pub wakeup_bytes: u32,
-    /// Whether the kernel measures the run time of BPF programs while the tap is loaded. It does so for all programs of
-    /// the host and costs some 20 to 30 ns a run.
+    /// Whether the kernel measures the run time of BPF programs while the tap is loaded. It does so for all
+    /// programs of the host and costs some 20 to 30 ns a run.
     pub bpf_stats: bool,
 }
 
@@ -95,7 +97,11 @@ impl Default for Settings {
 #[derive(Debug, Error)]
 pub enum TapError {
     /// A setting is out of range.
-    #[error("ring buffer of {0} bytes: must be from {min} to {max}", min = RING_BYTES.start(), max = RING_BYTES.end())]
+    #[error(
+        "ring buffer of {0} bytes: must be from {min} to {max}",
+        min = RING_BYTES.start(),
+        max = RING_BYTES.end()
+    )]
     RingBytes(u32),
     /// The object could not be read, or a map not be made.
     #[error("cannot load the BPF object: {0}")]
@@ -136,7 +142,8 @@ pub enum AttachError {
     /// Its maps can't be read.
     #[error("cannot read /proc/<pid>/maps: {0}")]
     Maps(#[source] io::Error),
-    /// None of its mapped files defines the function. A process that just started may load it later: try again.
+    /// None of its mapped files defines the function. A process that just started may load it later: try
+    /// again.
     #[error("no mapped file defines {FUNCTION}")]
     NoFunction,
     /// A mapped file could not be read.
@@ -231,10 +238,7 @@ impl AttachError {
     /// Whether the same may work a moment later: the library may not be loaded yet.
     #[must_use]
     pub fn is_transient(&self) -> bool {
-        matches!(
-            self,
-            Self::NoFunction | Self::Maps(_) | Self::File(SymbolError::Open(_))
-        )
+        matches!(self, Self::NoFunction | Self::Maps(_) | Self::File(_))
     }
 }
 
@@ -301,7 +305,8 @@ impl Counters {
     }
 }
 
-/// What a BPF program costs. Zero unless [`Settings::bpf_stats`] (or the sysctl `kernel.bpf_stats_enabled`) is on.
+/// What a BPF program costs. Zero unless [`Settings::bpf_stats`] (or the sysctl `kernel.bpf_stats_enabled`)
+/// is on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProgramStats {
     /// Its name in the object.
@@ -372,11 +377,12 @@ impl Watched {
 }
 
 impl Tap {
-    /// Loads the programs and maps, and attaches those that tell of new and ended processes. Where the kernel refuses
-    /// the latter, the tap works without them ([`Tap::missing_tracepoints`]): processes are then found by scans of
-    /// /proc alone.
+    /// Loads the programs and maps, and attaches those that tell of new and ended processes. Where the kernel
+    /// refuses the latter, the tap works without them ([`Tap::missing_tracepoints`]): processes are then
+    /// found by scans of /proc alone.
     ///
-    /// Needs `CAP_BPF` and `CAP_PERFMON`, or `CAP_SYS_ADMIN`, and Linux 5.8.
+    /// Needs `CAP_BPF` and `CAP_PERFMON`, or `CAP_SYS_ADMIN`, and Linux 5.8. Setting probes needs
+    /// `CAP_SYS_ADMIN` on kernels of mid-2025 and later.
     pub fn load(settings: &Settings) -> Result<(Self, Reader), TapError> {
         let ring_bytes = settings
             .ring_bytes
@@ -466,8 +472,8 @@ impl Tap {
 
     /// Probes one process: from its return on, every frame that the process sends is in the ring.
     ///
-    /// Blocks on reads of the process's files and on the kernel, some milliseconds as a rule: call it where blocking is
-    /// allowed. Safe to call from several threads.
+    /// Blocks on reads of the process's files and on the kernel, some milliseconds as a rule: call it where
+    /// blocking is allowed. Safe to call from several threads.
     pub fn attach(&self, key: ProcessKey) -> Result<Attached, AttachError> {
         let start = Instant::now();
         let result = self.inner.attach(key);
@@ -497,8 +503,8 @@ impl Tap {
         }
     }
 
-    /// Takes all probes off, side by side, and waits for it. Returns how many are still on after `timeout`; those go
-    /// when this process ends.
+    /// Takes all probes off, side by side, and waits for it. Returns how many are still on after `timeout`;
+    /// those go when this process ends.
     #[must_use = "probes that are still on"]
     pub fn detach_all(&self, timeout: Duration) -> usize {
         let keys: Vec<_> = self.inner.links.lock().keys().copied().collect();
@@ -514,7 +520,7 @@ impl Tap {
         let inner = &self.inner;
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         TapStats {
-            processes: inner.links.lock().len(),
+            processes: inner.links.lock().values().flatten().count(),
             attached: inner.attached.each_ref().map(load),
             attaches: load(&inner.attaches),
             attach_time: Duration::from_nanos(load(&inner.attach_nanos)),
@@ -651,7 +657,8 @@ impl Inner {
         }
     }
 
-    /// Sets one probe, by way of the open file: whatever happens to paths meanwhile, it goes where the site was found.
+    /// Sets one probe, by way of the open file: whatever happens to paths meanwhile, it goes where the site
+    /// was found.
     fn set(&self, pid: NonZeroU32, target: &Target) -> Result<UProbeLink, ProgramError> {
         set_probe(
             &mut self.ebpf.lock(),
@@ -708,6 +715,15 @@ fn hex(bytes: &[u8]) -> String {
         text
     })
 }
+
+/// Any thread may attach and ask; the reader may be handed to the thread that reads.
+const _: () = {
+    const fn shared<T: Send + Sync>() {}
+    const fn sent<T: Send>() {}
+    shared::<Tap>();
+    shared::<Attached>();
+    sent::<Reader>();
+};
 
 /// A probed process. Dropping it takes the probes off, in the background.
 #[derive(Debug)]
@@ -785,8 +801,8 @@ pub fn start_ticks(pid: u32) -> io::Result<u64> {
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no start time in /proc/<pid>/stat"))
 }
 
-/// Before Linux 5.11, maps count as locked memory of the user. Without the right to raise the limit, the load fails, and
-/// `omnitap check` says why.
+/// Before Linux 5.11, maps count as locked memory of the user. Without the right to raise the limit, the load
+/// fails, and `omnitap check` says why.
 fn raise_memlock() {
     let limit = libc::rlimit {
         rlim_cur: libc::RLIM_INFINITY,

@@ -19,7 +19,8 @@ use crate::wire::frame::Frame;
 /// What the kernel told, in the order of its happening.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event<'a> {
-    /// A frame was handed to `zmq_msg_send`. Its bytes lie in the ring: they are gone when the callback returns.
+    /// A frame was handed to `zmq_msg_send`. Its bytes lie in the ring: they are gone when the callback
+    /// returns.
     Frame(Frame<'a>),
     /// A process anywhere on the host called exec: it may have become one to watch.
     Exec {
@@ -92,11 +93,12 @@ impl Reader {
         }
     }
 
-    /// Hands at most `max` events to `each`, in order. If there are none, waits up to `timeout` for some first. Returns
-    /// how many records it took from the ring, 0 after a timeout.
+    /// Hands at most `max` events to `each`, in order. If there are none, waits up to `timeout` for some
+    /// first. Returns how many records it took from the ring, 0 after a timeout.
     ///
-    /// The kernel wakes the reader only when a good part of the ring is full ([`super::Settings::wakeup_bytes`]), so
-    /// `timeout` bounds the age of what is read: some 10 ms is right for a loop that does nothing else.
+    /// The kernel wakes the reader only when a good part of the ring is full
+    /// ([`super::Settings::wakeup_bytes`]), so `timeout` bounds the age of what is read: some 10 ms is right
+    /// for a loop that does nothing else.
     pub fn drain(
         &mut self,
         timeout: Duration,

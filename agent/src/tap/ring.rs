@@ -1,7 +1,7 @@
 //! How full the ring buffer is.
 //!
-//! aya's `RingBuf` reads records but does not tell its fill. Both positions are in pages that the kernel lets user space
-//! map: the consumer's first, then the producer's (kernel/bpf/ringbuf.c `struct bpf_ringbuf`).
+//! aya's `RingBuf` reads records but does not tell its fill. Both positions are in pages that the kernel lets
+//! user space map: the consumer's first, then the producer's (kernel/bpf/ringbuf.c `struct bpf_ringbuf`).
 
 use std::{
     io,
@@ -17,7 +17,8 @@ pub(super) struct Positions {
     page: usize,
 }
 
-// SAFETY: the two words are read as atomics, and the mapping lives as long as this value, on whichever thread.
+// SAFETY: the two words are read as atomics, and the mapping lives as long as this value, on whichever
+// thread.
 unsafe impl Send for Positions {}
 // SAFETY: as above; nothing is written through it.
 unsafe impl Sync for Positions {}
@@ -27,8 +28,8 @@ impl Positions {
     pub(super) fn new(ring: BorrowedFd<'_>) -> io::Result<Self> {
         // SAFETY: sysconf has no preconditions.
         let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).map_err(io::Error::other)?;
-        // SAFETY: a new mapping at an address of the kernel's choice; the descriptor is valid for the call, and the map
-        // holds at least two metadata pages.
+        // SAFETY: a new mapping at an address of the kernel's choice; the descriptor is valid for the call,
+        // and the map holds at least two metadata pages.
         let pages = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -54,8 +55,8 @@ impl Positions {
     }
 
     fn word(&self, offset: usize) -> usize {
-        // SAFETY: `offset` is the start of one of the two mapped pages, aligned for a word; the kernel writes it as a
-        // whole word at any time, hence the atomic.
+        // SAFETY: `offset` is the start of one of the two mapped pages, aligned for a word; the kernel writes
+        // it as a whole word at any time, hence the atomic.
         unsafe { self.pages.add(offset).cast::<AtomicUsize>().as_ref() }.load(Ordering::Acquire)
     }
 }

@@ -81,8 +81,8 @@ impl Message {
     }
 }
 
-/// Probes a function of this process, calls it and waits for the frame. Other events that arrive meanwhile are dropped,
-/// so this is for a tap that is not at work.
+/// Probes a function of this process, calls it and waits for the frame. Other events that arrive meanwhile
+/// are dropped, so this is for a tap that is not at work.
 pub fn run(tap: &Tap, reader: &mut Reader) -> Result<SelfTest, SelfTestError> {
     let pid = std::process::id();
     let address = probe_me as *const () as u64;

@@ -1,20 +1,22 @@
 //! Chooses the instruction a probe is set on.
 //!
-//! A uprobe replaces an instruction by a breakpoint. The kernel emulates a few instructions after it (about 0.5 us a
-//! hit) and runs all others out of line in single-step mode (about 9 us). So the probe goes to the first emulated
-//! instruction of the function at which the argument registers are still as the caller left them.
+//! A uprobe replaces an instruction by a breakpoint. The kernel emulates a few instructions after it (about
+//! 0.5 us a hit) and runs all others out of line in single-step mode (about 9 us). So the probe goes to the
+//! first emulated instruction of the function at which the argument registers are still as the caller left
+//! them.
 //!
-//! x86-64 (arch/x86/kernel/uprobes.c, 5.10 to 6.18): `push` of a 64-bit register with no or the 0x41 prefix, one-byte
-//! `nop` with 0x66 prefixes, and `jmp`, `jcc` and `call` with a relative target are emulated by every supported kernel.
-//! Longer `nop`s are emulated by the newest only, and those of 5 bytes may be replaced by a call there: they are passed
-//! over. aarch64 (arch/arm64/kernel/probes/decode-insn.c): relative and register branches, `adr`, `adrp` are simulated.
+//! x86-64 (arch/x86/kernel/uprobes.c, 5.10 to 6.18): `push` of a 64-bit register with no or the 0x41 prefix,
+//! one-byte `nop` with 0x66 prefixes, and `jmp`, `jcc` and `call` with a relative target are emulated by
+//! every supported kernel. Longer `nop`s are emulated by the newest only, and those of 5 bytes may be
+//! replaced by a call there: they are passed over. aarch64 (arch/arm64/kernel/probes/decode-insn.c): relative
+//! and register branches, `adr`, `adrp` are simulated.
 
 use iced_x86::{
     Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, OpAccess, Register,
 };
 
-/// Instructions looked at behind the entry. A prologue is shorter, and each one passed over is one that could have been
-/// reached by another way.
+/// Instructions looked at behind the entry. A prologue is shorter, and each one passed over is one that could
+/// have been reached by another way.
 const MAX_SKIPPED: u8 = 16;
 
 /// Instruction set of a file.
@@ -89,8 +91,8 @@ impl Site {
     };
 }
 
-/// The best site in a function that takes three arguments in registers, from its first bytes (the whole of it, where
-/// known: a branch back to the site is seen only then). Falls back to the entry.
+/// The best site in a function that takes three arguments in registers, from its first bytes (the whole of
+/// it, where known: a branch back to the site is seen only then). Falls back to the entry.
 #[must_use]
 pub fn choose(arch: Arch, code: &[u8]) -> Site {
     match arch {
@@ -153,7 +155,8 @@ fn writes_argument(info: &mut InstructionInfoFactory, instruction: &Instruction)
     })
 }
 
-/// Whether no branch of the function comes back to between its entry (excluded) and the site: then one call is one hit.
+/// Whether no branch of the function comes back to between its entry (excluded) and the site: then one call
+/// is one hit.
 fn passed_once(code: &[u8], site: u64) -> bool {
     if site == 0 {
         return true;
@@ -168,8 +171,8 @@ fn passed_once(code: &[u8], site: u64) -> bool {
         })
 }
 
-/// Passes over hints (`nop`, `bti`, `paciasp`), stores, `mov` and `add`/`sub` of an immediate into registers other than
-/// x0 to x2; takes the first simulated instruction; anything else ends the search.
+/// Passes over hints (`nop`, `bti`, `paciasp`), stores, `mov` and `add`/`sub` of an immediate into registers
+/// other than x0 to x2; takes the first simulated instruction; anything else ends the search.
 fn aarch64(code: &[u8]) -> Option<Site> {
     let mut words = code.chunks_exact(4).zip(0_u64..);
     for skipped in 0..=MAX_SKIPPED {
@@ -202,14 +205,18 @@ fn simulated(word: u32) -> bool {
 
 fn passed_over(word: u32) -> bool {
     let spared = word & 0x1f > 2;
-    word & 0xffff_f01f == 0xd503_201f // hints
-        || word & 0x3a40_0000 == 0x2800_0000 // stp, all kinds of registers and addressing
-            && base_is_spared(word)
-        || word & 0x3b20_0c00 == 0x3800_0400 && base_is_spared(word) && word & 0x00c0_0000 == 0 // str, post-indexed
-        || word & 0x3b20_0c00 == 0x3800_0c00 && base_is_spared(word) && word & 0x00c0_0000 == 0 // str, pre-indexed
-        || word & 0x3bc0_0000 == 0x3900_0000 // str, unsigned offset
-        || word & 0x7fe0_ffe0 == 0x2a00_03e0 && spared // mov xd, xm
-        || word & 0x3f80_0000 == 0x1100_0000 && spared // add, sub of an immediate, flags untouched (mov to and from sp too)
+    // Hints.
+    word & 0xffff_f01f == 0xd503_201f
+        // stp, of all kinds of registers, in all addressing modes.
+        || word & 0x3a40_0000 == 0x2800_0000 && base_is_spared(word)
+        // str, post-indexed and pre-indexed, then with an unsigned offset.
+        || word & 0x3be0_0c00 == 0x3800_0400 && base_is_spared(word)
+        || word & 0x3be0_0c00 == 0x3800_0c00 && base_is_spared(word)
+        || word & 0x3bc0_0000 == 0x3900_0000
+        // mov between registers.
+        || word & 0x7fe0_ffe0 == 0x2a00_03e0 && spared
+        // add and sub of an immediate that leave the flags alone; mov to and from sp is one.
+        || word & 0x3f80_0000 == 0x1100_0000 && spared
 }
 
 /// Pre- and post-indexed stores write their base register.
@@ -347,8 +354,8 @@ mod tests {
         fn any_code(code in proptest::collection::vec(any::<u8>(), 0..200)) {
             for arch in [Arch::X86_64, Arch::Aarch64] {
                 let site = choose(arch, &code);
-                prop_assert!(site == Site::ENTRY || (site.offset as usize) < code.len());
-                prop_assert!(arch == Arch::X86_64 || site.offset % 4 == 0);
+                prop_assert!(site == Site::ENTRY || site.offset < code.len() as u64);
+                prop_assert!(arch == Arch::X86_64 || site.offset.is_multiple_of(4));
             }
         }
     }

@@ -1,7 +1,8 @@
 //! Finds where a function lies in a mapped ELF file, by its exported name.
 //!
-//! The file may belong to another tenant and may be made to harm: it is read by `read`, never mapped (it may be
-//! truncated meanwhile, which would raise SIGBUS), only the parts that are needed, and no more than a budget of bytes.
+//! The file may belong to another tenant and may be made to harm: it is read by `read`, never mapped (it may
+//! be truncated meanwhile, which would raise SIGBUS), only the parts that are needed, and no more than a
+//! budget of bytes.
 
 use std::{
     cell::Cell,
@@ -63,8 +64,9 @@ pub enum SymbolError {
     Missing,
 }
 
-/// What a file is known by: device, inode, size and times of its last change. A build id is no key: a file of another
-/// tenant may carry that of a genuine library, and a probe at an offset taken from it would hurt the genuine one.
+/// What a file is known by: device, inode, size and times of its last change. A build id is no key: a file of
+/// another tenant may carry that of a genuine library, and a probe at an offset taken from it would hurt the
+/// genuine one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileId {
     /// Device and inode.
@@ -98,8 +100,8 @@ impl MappedFile {
     /// Opens the file behind a mapping, and no other, whatever happened to its path.
     ///
     /// `/proc/<pid>/map_files` leads to the mapped file itself (needs `CAP_CHECKPOINT_RESTORE`, Linux 5.9, or
-    /// `CAP_SYS_ADMIN`). Where it is denied, the path is taken within the process's root, if it still leads to the same
-    /// device and inode.
+    /// `CAP_SYS_ADMIN`). Where it is denied, the path is taken within the process's root, if it still leads
+    /// to the same device and inode.
     pub fn open(pid: u32, mapping: &Mapping<'_>) -> Result<Self, SymbolError> {
         let exact = format!("/proc/{pid}/map_files/{}", mapping.map_files_name());
         match locate(Path::new(&exact)) {
@@ -123,7 +125,8 @@ impl MappedFile {
         Self::reopen(&place)
     }
 
-    /// Opens for reading what `locate` found, once it is known to be a regular file: opening a device can have effects.
+    /// Opens for reading what `locate` found, once it is known to be a regular file: opening a device can
+    /// have effects.
     fn reopen(place: &File) -> Result<Self, SymbolError> {
         let meta = place.metadata().map_err(SymbolError::Open)?;
         if !meta.is_file() {
@@ -488,8 +491,8 @@ mod tests {
             .find(|m| m.inode == inode)
             .unwrap();
         let by_path = MappedFile::open_by_path(std::process::id(), &mapping);
-        // On file systems with several devices (overlayfs, btrfs) maps and stat may name different ones: then the path
-        // is rightly refused.
+        // On file systems with several devices (overlayfs, btrfs) maps and stat may name different ones: then
+        // the path is rightly refused.
         assert!(
             matches!(by_path, Ok(_) | Err(SymbolError::Replaced { .. })),
             "{by_path:?}"

@@ -15,7 +15,8 @@ use super::{
 
 /// Most mapped files that are looked into in one process; serving processes map some 300 native modules.
 const MAX_FILES: usize = 1024;
-/// Files whose answer is remembered. Beyond it all is forgotten: it costs a few milliseconds to find it again.
+/// Files whose answer is remembered. Beyond it all is forgotten: it costs a few milliseconds to find it
+/// again.
 const MAX_CACHED: usize = 8192;
 
 /// Where to probe in a file.
@@ -40,7 +41,8 @@ pub struct Target {
     pub place: Place,
 }
 
-/// How near a file is to be the libzmq that pyzmq calls. All of the nearest kind that has the function are probed.
+/// How near a file is to be the libzmq that pyzmq calls. All of the nearest kind that has the function are
+/// probed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Rank {
     /// `libzmq-<hash>.so`, or the extension module `_zmq*.so` with libzmq linked in.
@@ -89,8 +91,8 @@ impl Finder {
         }
     }
 
-    /// The files of a process that define the function and run code from there. Empty: none. An error tells why a file
-    /// that could have it could not be read, if no other has it.
+    /// The files of a process that define the function and run code from there. Empty: none. An error tells
+    /// why a file that could have it could not be read, if no other has it.
     ///
     /// Blocks on reads of the files; a file system of the container's own (FUSE) can make that long.
     pub fn find(&self, pid: u32, maps: &[u8]) -> Result<Vec<Target>, SymbolError> {

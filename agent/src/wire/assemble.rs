@@ -13,6 +13,7 @@ use super::{
     layout::Layouts,
     message::Message,
     msgpack::Reader,
+    redact,
 };
 use crate::host::identity::{Flavor, Role, Versions};
 
@@ -347,6 +348,18 @@ impl Decoder {
     pub fn process_gone(&mut self, pid: u32) {
         self.senders.remove(&pid);
         self.open.retain(|socket, _| socket.pid != pid);
+    }
+
+    /// Blanks the content of a frame for a recording, in place: token ids, text and tensors. `kind` is what
+    /// [`Decoder::frame`] said of it. Types, lengths, ids and the values that decoders take stay, so that the frame
+    /// decodes to the same message; a frame that is not decoded is overwritten wholly.
+    pub fn redact(&self, pid: u32, kind: FrameType, size: u64, head: &mut [u8], tail: &mut [u8]) {
+        if let Some(sender) = self.senders.get(&pid) {
+            redact::frame(kind, &sender.layouts, size, head, tail);
+        } else {
+            head.fill(0);
+            tail.fill(0);
+        }
     }
 
     /// Messages under way.

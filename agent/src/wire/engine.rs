@@ -804,20 +804,22 @@ pub(super) fn add_trailer(tail: &[u8], layout: &AddLayout) -> Option<AddTrailer>
     let arrival = found?;
     // Before it come the sampling parameters and, for a request that has those, nil as pooling parameters.
     let before = tail.get(..arrival).unwrap_or_default();
-    let sampling_params = before.strip_suffix(&[marker::NIL]).and_then(named_map_before);
+    let sampling_params = before
+        .strip_suffix(&[marker::NIL])
+        .and_then(sampling_params_before);
     Some(AddTrailer {
         sampling_params,
         arrival,
     })
 }
 
-/// The start of the outermost map with names as keys that ends where these bytes end.
-fn named_map_before(bytes: &[u8]) -> Option<usize> {
-    let starts = bytes
-        .iter()
-        .enumerate()
-        .filter(|(_, byte)| matches!(byte, 0x80..=0x8f | 0xde | 0xdf));
-    starts.map(|(at, _)| at).find(|at| {
+/// The start of the sampling parameters that end where these bytes end: a map with names as keys. Before it stands the
+/// nil of a request without images or audio in its prompt; without that nil it could be a map inside the parameters.
+fn sampling_params_before(bytes: &[u8]) -> Option<usize> {
+    let pairs = bytes.iter().zip(bytes.iter().skip(1)).enumerate();
+    let starts = pairs
+        .filter(|(_, (before, first))| **before == marker::NIL && matches!(first, 0x80..=0x8f | 0xde | 0xdf));
+    starts.map(|(before, _)| before + 1).find(|at| {
         let mut reader = Reader::new(bytes.get(*at..).unwrap_or_default());
         let parsed = (|| {
             for _ in 0..reader.map()? {

@@ -245,6 +245,23 @@ pub struct Add<'a> {
     pub external_req_id: Option<&'a str>,
     /// A pooling request (no sampling parameters).
     pub is_pooling: bool,
+    /// `sampling_params.output_kind`; absent on the wire means cumulative.
+    pub output_kind: OutputKind,
+    /// `sampling_params.stop` is not empty: the API process may end the request with an abort of its own.
+    pub has_stop_strings: bool,
+}
+
+/// How the API process wants its outputs (`RequestOutputKind` of vLLM: 0, 1, 2). The API server asks for deltas
+/// exactly where it streams the response.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum OutputKind {
+    /// Everything so far in each output.
+    #[default]
+    Cumulative,
+    /// Only what is new.
+    Delta,
+    /// One output at the end.
+    FinalOnly,
 }
 
 /// A call to the engine.

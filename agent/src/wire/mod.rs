@@ -6,6 +6,7 @@ pub mod frame;
 pub mod layout;
 pub mod message;
 pub mod msgpack;
+mod redact;
 
 use thiserror::Error;
 

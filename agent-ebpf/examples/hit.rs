@@ -1,0 +1,149 @@
+//! What one hit of the probe costs the sender: `cargo run -p omnitap-ebpf --example hit`, as root.
+//!
+//! A process pinned to one CPU calls the real `zmq_msg_send` in a loop, on a socket without a peer, so that
+//! the call itself does next to nothing. Each round measures, for each frame size, the loop without a probe,
+//! with an empty program on the same function, and with the committed program. The median round counts. A
+//! hit's cost is the loop's time with the probe less its time without.
+//!
+//! Prints one JSON object: nanoseconds a hit and the ratio to the empty program, by frame size.
+#![expect(
+    clippy::unwrap_used,
+    reason = "a failed unwrap ends the measurement, and says where"
+)]
+
+#[path = "../tests/common/mod.rs"]
+mod common;
+
+use std::num::NonZeroU32;
+
+use aya::{
+    Ebpf,
+    programs::{UProbe, uprobe::UProbeScope},
+};
+use common::{Sender, Tap};
+use object::{
+    Architecture, BinaryFormat, Endianness, SectionKind, SymbolFlags, SymbolKind, SymbolScope,
+    write::{Object, Symbol, SymbolSection},
+};
+use omnitap_ebpf::{Config, watch};
+
+const ROUNDS: usize = 5;
+/// Calls between two looks into the ring, which must hold what they leave there.
+const BATCH: u64 = 1000;
+const BATCHES: u64 = 60;
+const SIZES: [(&str, usize); 3] = [
+    ("dropped_1_byte", 1),
+    ("captured_64_byte", 64),
+    ("captured_1_kib", 1024),
+];
+
+fn main() {
+    if !common::can_run() {
+        std::process::exit(1);
+    }
+    let mut lines = Vec::new();
+    for (name, size) in SIZES {
+        let [none, empty, ours] = measure(size);
+        lines.push(format!(
+            "  \"{name}\": {{\"call_ns\": {none:.1}, \"empty_hit_ns\": {:.1}, \"hit_ns\": {:.1}, \
+             \"ratio\": {:.3}}}",
+            empty - none,
+            ours - none,
+            (ours - none) / (empty - none)
+        ));
+    }
+    println!("{{\n{}\n}}", lines.join(",\n"));
+}
+
+/// Nanoseconds a call with no probe, with an empty one, and with ours.
+fn measure(size: usize) -> [f64; 3] {
+    let mut sender = Sender::start(&["bench", &size.to_string()]);
+    pin(sender.pid());
+    let library = sender.library();
+    let scope = UProbeScope::OneProcess(NonZeroU32::new(sender.pid()).unwrap());
+    let mut rounds: [Vec<f64>; 3] = Default::default();
+    for _ in 0..ROUNDS {
+        rounds[0].push(time(&mut sender, None));
+
+        let mut empty = Ebpf::load(&empty_object()).unwrap();
+        let program: &mut UProbe = empty.program_mut("empty").unwrap().try_into().unwrap();
+        program.load().unwrap();
+        program.attach("zmq_msg_send", &library, scope).unwrap();
+        rounds[1].push(time(&mut sender, None));
+        drop(empty);
+
+        let config = Config {
+            capture_limit: 64 * 1024,
+            wakeup_bytes: 4 << 20,
+        };
+        let mut tap = Tap::load(8 << 20, config);
+        tap.watch(sender.pid(), watch::FRAMES);
+        tap.attach(sender.pid(), &library);
+        rounds[2].push(time(&mut sender, Some(&mut tap)));
+        assert!(
+            tap.counters().iter().all(|(counter, _)| !counter.is_loss()),
+            "frames were lost: {:?}",
+            tap.counters()
+        );
+    }
+    sender.finish();
+    rounds.map(median)
+}
+
+/// The fastest batch: other work on the machine slows down the rest, by different amounts.
+fn time(sender: &mut Sender, mut tap: Option<&mut Tap>) -> f64 {
+    sender.time(BATCH);
+    let batches = (0..BATCHES).map(|_| {
+        if let Some(tap) = &mut tap {
+            tap.drain();
+            tap.frames.clear();
+        }
+        #[expect(clippy::cast_precision_loss, reason = "far below 2^53 nanoseconds")]
+        let ns = sender.time(BATCH) as f64 / BATCH as f64;
+        ns
+    });
+    batches.fold(f64::INFINITY, f64::min)
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Keeps the sender on the last CPU, away from this process's own work.
+fn pin(pid: u32) {
+    // SAFETY: a zeroed set is a valid, empty one; the calls get valid pointers.
+    unsafe {
+        let mut set: libc::cpu_set_t = std::mem::zeroed();
+        let last = usize::try_from(libc::sysconf(libc::_SC_NPROCESSORS_ONLN))
+            .unwrap()
+            .saturating_sub(1);
+        libc::CPU_SET(last, &mut set);
+        let pid = libc::pid_t::try_from(pid).unwrap();
+        assert_eq!(
+            libc::sched_setaffinity(pid, size_of::<libc::cpu_set_t>(), &raw const set),
+            0
+        );
+    }
+}
+
+/// An object with one program that returns at once: `r0 = 0; exit`.
+fn empty_object() -> Vec<u8> {
+    let mut object = Object::new(BinaryFormat::Elf, Architecture::Bpf, Endianness::Little);
+    let license = object.add_section(Vec::new(), b"license".to_vec(), SectionKind::Data);
+    object.append_section_data(license, b"Dual MIT/GPL\0", 1);
+    let code = [0xb7, 0, 0, 0, 0, 0, 0, 0, 0x95, 0, 0, 0, 0, 0, 0, 0];
+    let text = object.add_section(Vec::new(), b"uprobe".to_vec(), SectionKind::Text);
+    object.append_section_data(text, &code, 8);
+    object.add_symbol(Symbol {
+        name: b"empty".to_vec(),
+        value: 0,
+        size: code.len() as u64,
+        kind: SymbolKind::Text,
+        scope: SymbolScope::Linkage,
+        weak: false,
+        section: SymbolSection::Section(text),
+        flags: SymbolFlags::None,
+    });
+    object.write().unwrap()
+}

@@ -1,0 +1,283 @@
+//! The types of settings: from text, to text, and their limits.
+
+use std::{
+    fmt,
+    net::{IpAddr, Ipv6Addr},
+    str::FromStr,
+    time::Duration,
+};
+
+/// A type of setting. The texts are one for each time that the setting was given.
+pub(super) trait Value: Sized {
+    /// Placeholder in the usage text.
+    const NAME: &'static str;
+    const MANY: bool = false;
+    const BOOLEAN: bool = false;
+
+    fn parse(texts: &[String]) -> Result<Self, String>;
+    fn show(&self) -> Vec<String>;
+
+    /// A default of the table of settings, which a test proves to be valid.
+    fn of_default(texts: &[&str]) -> Self
+    where
+        Self: Default,
+    {
+        let texts: Vec<String> = texts.iter().map(|t| (*t).to_owned()).collect();
+        Self::parse(&texts).unwrap_or_default()
+    }
+}
+
+/// A type of setting with a single value.
+trait Single: FromStr<Err: fmt::Display> + fmt::Display {
+    const NAME: &'static str;
+    const BOOLEAN: bool = false;
+}
+
+impl<T: Single> Value for T {
+    const NAME: &'static str = <T as Single>::NAME;
+    const BOOLEAN: bool = <T as Single>::BOOLEAN;
+
+    fn parse(texts: &[String]) -> Result<Self, String> {
+        match texts {
+            [text] => parse_one(text),
+            _ => Err(format!("takes one value, not {}", texts.len())),
+        }
+    }
+
+    fn show(&self) -> Vec<String> {
+        vec![self.to_string()]
+    }
+}
+
+impl<T: Single> Value for Vec<T> {
+    const NAME: &'static str = <T as Single>::NAME;
+    const MANY: bool = true;
+
+    fn parse(texts: &[String]) -> Result<Self, String> {
+        texts.iter().map(|t| parse_one(t)).collect()
+    }
+
+    fn show(&self) -> Vec<String> {
+        self.iter().map(ToString::to_string).collect()
+    }
+}
+
+impl Value for Duration {
+    const NAME: &'static str = "DURATION";
+
+    fn parse(texts: &[String]) -> Result<Self, String> {
+        match texts {
+            [text] => {
+                humantime::parse_duration(text).map_err(|e| format!("`{text}`: {e} (such as 250ms, 2s, 15m)"))
+            }
+            _ => Err(format!("takes one value, not {}", texts.len())),
+        }
+    }
+
+    fn show(&self) -> Vec<String> {
+        vec![humantime::format_duration(*self).to_string()]
+    }
+}
+
+fn parse_one<T: Single>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|e| format!("`{text}`: {e}"))
+}
+
+/// Checks a value against limits that are written as its type is.
+pub(super) fn within<T: Value + PartialOrd>(value: &T, lo: &str, hi: &str) -> Result<(), String> {
+    let limits = [lo, hi].map(|text| T::parse(&[text.to_owned()]));
+    if let [Ok(low), Ok(high)] = &limits
+        && (low..=high).contains(&value)
+    {
+        return Ok(());
+    }
+    Err(format!("{} is not from {lo} to {hi}", value.show().concat()))
+}
+
+impl Single for bool {
+    const NAME: &'static str = "BOOL";
+    const BOOLEAN: bool = true;
+}
+
+impl Single for u32 {
+    const NAME: &'static str = "NUMBER";
+}
+
+/// A number of bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Size(pub u32);
+
+const UNITS: [(&str, u32); 3] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+
+impl FromStr for Size {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (number, unit) = UNITS
+            .iter()
+            .find_map(|(name, bytes)| text.strip_suffix(name).map(|n| (n, *bytes)))
+            .unwrap_or((text.strip_suffix('B').unwrap_or(text), 1));
+        let number: u32 = number
+            .trim_end()
+            .parse()
+            .map_err(|_| "not a size (such as 65536, 64KiB or 8MiB)")?;
+        number.checked_mul(unit).map(Self).ok_or("larger than 4 GiB")
+    }
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The largest unit that leaves no rest, so that the text gives the same size again.
+        match UNITS
+            .iter()
+            .find(|(_, bytes)| self.0 != 0 && self.0.is_multiple_of(*bytes))
+        {
+            Some((name, bytes)) => write!(f, "{}{name}", self.0 / bytes),
+            None => write!(f, "{}", self.0),
+        }
+    }
+}
+
+impl Single for Size {
+    const NAME: &'static str = "SIZE";
+}
+
+/// Where HTTP is served.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListenAddress {
+    /// IP address or host name; `None`: all addresses, IPv6 and IPv4.
+    pub host: Option<String>,
+    /// TCP port; 0: any free one.
+    pub port: u16,
+}
+
+impl FromStr for ListenAddress {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let (host, port) = text
+            .rsplit_once(':')
+            .ok_or("not an address (such as 127.0.0.1:9477, :9477 or [::1]:9477)")?;
+        let port = port
+            .parse()
+            .map_err(|_| "the port is not a number from 0 to 65535")?;
+        let host = match host.strip_prefix('[') {
+            Some(rest) => {
+                let address = rest.strip_suffix(']').ok_or("a `]` is missing")?;
+                address
+                    .parse::<Ipv6Addr>()
+                    .map_err(|_| "no IPv6 address in the brackets")?;
+                Some(address.to_owned())
+            }
+            None if host.contains(':') => return Err("an IPv6 address needs brackets: [::1]:9477"),
+            None if host.contains(|c: char| c.is_whitespace() || c == '/') => return Err("not a host name"),
+            None => Some(host.to_owned()).filter(|h| !h.is_empty()),
+        };
+        Ok(Self { host, port })
+    }
+}
+
+impl fmt::Display for ListenAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let host = self.host.as_deref().unwrap_or("");
+        match host.parse() {
+            Ok(IpAddr::V6(address)) => write!(f, "[{address}]:{}", self.port),
+            _ => write!(f, "{host}:{}", self.port),
+        }
+    }
+}
+
+impl Single for ListenAddress {
+    const NAME: &'static str = "ADDRESS";
+}
+
+/// A name for a model that can't be told otherwise.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelName {
+    /// Part of a process title or command line.
+    pub pattern: String,
+    /// The value of `model_name`.
+    pub name: String,
+}
+
+impl FromStr for ModelName {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        // The pattern may be a flag with its value: the last sign divides.
+        match text.rsplit_once('=') {
+            Some((pattern, name)) if !pattern.is_empty() && !name.is_empty() => Ok(Self {
+                pattern: pattern.to_owned(),
+                name: name.to_owned(),
+            }),
+            _ => Err("not of the form PATTERN=NAME"),
+        }
+    }
+}
+
+impl fmt::Display for ModelName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.pattern, self.name)
+    }
+}
+
+impl Single for ModelName {
+    const NAME: &'static str = "PATTERN=NAME";
+}
+
+/// The least severe level that is logged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LogLevel {
+    /// What needs an operator.
+    Error,
+    /// What is lost or degraded.
+    Warn,
+    /// Pipelines and probes that come and go.
+    #[default]
+    Info,
+    /// Decisions.
+    Debug,
+    /// Everything.
+    Trace,
+}
+
+/// The form of the log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LogFormat {
+    /// Lines for people.
+    #[default]
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+macro_rules! words {
+    ($type:ident, $name:literal, $expected:literal, $($word:literal => $variant:ident),*) => {
+        impl FromStr for $type {
+            type Err = &'static str;
+
+            fn from_str(text: &str) -> Result<Self, Self::Err> {
+                match text {
+                    $($word => Ok(Self::$variant),)*
+                    _ => Err($expected),
+                }
+            }
+        }
+
+        impl fmt::Display for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(match self {
+                    $(Self::$variant => $word,)*
+                })
+            }
+        }
+
+        impl Single for $type {
+            const NAME: &'static str = $name;
+        }
+    };
+}
+
+words!(LogLevel, "LEVEL", "not one of error, warn, info, debug, trace",
+    "error" => Error, "warn" => Warn, "info" => Info, "debug" => Debug, "trace" => Trace);
+words!(LogFormat, "FORMAT", "not one of text, json", "text" => Text, "json" => Json);

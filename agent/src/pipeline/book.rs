@@ -1,0 +1,792 @@
+//! The requests of one pipeline and the stages that were given them.
+//!
+//! ADD frames do not name their stage. They go out on one socket per replica, so a socket is tied to the engine that
+//! answers on it as soon as one request leaves no choice; until then stages are matched in the order of the ADDs.
+
+use std::{cmp::Reverse, collections::BinaryHeap, sync::Arc};
+
+use rustc_hash::FxHashMap;
+use slab::Slab;
+
+use super::audio::AudioState;
+use crate::wire::message::{Add, FinishReason, OutputKind};
+
+/// "No lane", "no engine".
+pub(super) const NONE: u16 = u16::MAX;
+
+/// A token count that is not known.
+pub(super) const UNKNOWN: u32 = u32::MAX;
+
+/// Marks a lane that is free; never a process that sends.
+const NO_PID: u32 = 0;
+
+/// Sockets of API processes that are told apart; a pipeline has one for each replica.
+const MAX_LANES: usize = 512;
+
+/// Suffix of the requests that guide another one (classifier-free guidance): no requests of their own.
+const COMPANION_MARK: &str = "__";
+const COMPANION_PREFIX: &str = "__cfg_";
+
+/// How far an arrival time may lie before its ADD. Beyond that the wall clock was stepped, not the request late.
+const MAX_ARRIVAL_LEAD_NS: u64 = 3_600_000_000_000;
+
+/// Where a request stands at one stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PartState {
+    /// Given to a stage that has not answered yet.
+    Pending,
+    /// The engine has answered.
+    Open,
+    /// Finished there, but its ADD has not been read yet.
+    Early,
+    /// Done.
+    Finished,
+}
+
+/// A request that is fed in segments.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Session {
+    /// More segments follow.
+    pub(super) resumable: bool,
+    /// The engine has finished the last segment and waits.
+    pub(super) waiting: bool,
+    /// Segments sent but not begun.
+    queued: u32,
+    queued_arrival_ns: u64,
+    queued_resumable: bool,
+}
+
+/// One stage's share of a request.
+#[derive(Debug)]
+pub(super) struct Part {
+    /// When ADD was sent; 0: not seen.
+    pub(super) added_ns: u64,
+    /// Arrival time of ADD, or the time of ADD; 0: not seen.
+    pub(super) arrival_ns: u64,
+    pub(super) prompt_tokens: u32,
+    /// 0: none.
+    pub(super) max_tokens: u32,
+    /// Slot of the stage state in its engine, while `Open` or `Early`.
+    pub(super) slot: u32,
+    lane: u16,
+    pub(super) engine: u16,
+    pub(super) state: PartState,
+    pub(super) output_kind: OutputKind,
+    pub(super) has_stop_strings: bool,
+    /// The first output of the request at this stage was seen.
+    pub(super) from_first: bool,
+    pub(super) session: Option<Box<Session>>,
+}
+
+impl Part {
+    pub(super) fn is_added(&self) -> bool {
+        self.added_ns != 0
+    }
+
+    fn added(lane: u16, add: &Add<'_>, time_ns: u64, wall_offset_ns: Option<i64>) -> Self {
+        let mut part = Self::unseen(NONE, false);
+        part.state = PartState::Pending;
+        part.fill(lane, add, time_ns, wall_offset_ns);
+        part
+    }
+
+    fn unseen(engine: u16, from_first: bool) -> Self {
+        Self {
+            added_ns: 0,
+            arrival_ns: 0,
+            prompt_tokens: UNKNOWN,
+            max_tokens: 0,
+            slot: 0,
+            lane: NONE,
+            engine,
+            state: PartState::Open,
+            output_kind: OutputKind::Cumulative,
+            has_stop_strings: false,
+            from_first,
+            session: None,
+        }
+    }
+
+    fn fill(&mut self, lane: u16, add: &Add<'_>, time_ns: u64, wall_offset_ns: Option<i64>) {
+        self.lane = lane;
+        self.added_ns = time_ns.max(1);
+        self.arrival_ns = arrival_ns(add.arrival, time_ns, wall_offset_ns);
+        self.prompt_tokens = add.prompt_tokens.unwrap_or(self.prompt_tokens);
+        self.max_tokens = add.max_tokens.unwrap_or(0);
+        self.output_kind = add.output_kind;
+        self.has_stop_strings = add.has_stop_strings;
+        if add.resumable {
+            self.session = Some(Box::new(Session {
+                resumable: true,
+                ..Session::default()
+            }));
+        }
+    }
+
+    /// Takes the next queued segment. `false`: there is none, the engine waits for one.
+    pub(super) fn next_segment(&mut self) -> bool {
+        let Some(session) = self.session.as_mut() else {
+            return false;
+        };
+        if session.queued == 0 {
+            session.waiting = true;
+            return false;
+        }
+        session.queued = 0;
+        session.resumable = session.queued_resumable;
+        self.arrival_ns = session.queued_arrival_ns;
+        true
+    }
+}
+
+/// Monotonic time of arrival: `arrival` is wall clock, in seconds. The time of ADD where it is absent or absurd.
+fn arrival_ns(arrival: Option<f64>, added_ns: u64, wall_offset_ns: Option<i64>) -> u64 {
+    let added_ns = added_ns.max(1);
+    let (Some(arrival), Some(offset)) = (arrival, wall_offset_ns) else {
+        return added_ns;
+    };
+    let wall_ns = arrival * 1e9;
+    if !(wall_ns > 0.0 && wall_ns < 9e18) {
+        return added_ns;
+    }
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "checked to lie within i64 just above"
+    )]
+    let arrival_ns = (wall_ns as i64).saturating_sub(offset);
+    u64::try_from(arrival_ns)
+        .ok()
+        .map(|ns| ns.max(1))
+        .filter(|&ns| ns <= added_ns && added_ns - ns <= MAX_ARRIVAL_LEAD_NS)
+        .unwrap_or(added_ns)
+}
+
+/// Audio of a finished stage, until its request is complete.
+#[derive(Debug)]
+pub(super) struct FinishedAudio {
+    pub(super) part: u8,
+    pub(super) engine: u16,
+    /// `None`: an audio stage that gave none.
+    pub(super) state: Option<Box<AudioState>>,
+    /// ADD to finish, where ADD was seen.
+    pub(super) gen_time_s: Option<f64>,
+    pub(super) stage: u32,
+}
+
+/// A request of the pipeline, from its first sign of life to its completion.
+#[derive(Debug)]
+pub(super) struct Request {
+    pub(super) id: Arc<str>,
+    /// Tells a reused slot from this request.
+    pub(super) serial: u32,
+    pub(super) parts: Vec<Part>,
+    pub(super) finished: u8,
+    pub(super) phase: Phase,
+    /// Guides another request.
+    pub(super) companion: bool,
+    /// The API process ended it at a stop string: its engine may send a little more.
+    pub(super) stopped: bool,
+    /// Generated tokens of the finished stages.
+    pub(super) generated: u64,
+    /// Prompt tokens of stage 0.
+    pub(super) prompt_tokens: u32,
+    /// Arrival by its first ADD; 0: not seen.
+    start_ns: u64,
+    /// That ADD was the one for the pipeline's first stage.
+    pub(super) from_first_stage: bool,
+    /// When the latest stage finished.
+    pub(super) finish_ns: u64,
+    /// The highest stage that finished, and why it did.
+    pub(super) last_stage: u32,
+    pub(super) reason: FinishReason,
+    pub(super) audio: Option<Box<FinishedAudio>>,
+}
+
+impl Request {
+    /// A stage still has work to do for it.
+    pub(super) fn is_active(&self) -> bool {
+        self.phase == Phase::Live && usize::from(self.finished) < self.parts.len()
+    }
+
+    /// When the pipeline was given it; `None`: before the agent looked.
+    pub(super) fn start_ns(&self) -> Option<u64> {
+        (self.from_first_stage && self.start_ns != 0).then_some(self.start_ns)
+    }
+}
+
+/// How far a request has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    Live,
+    /// Ended by an abort whose cause is about to be settled.
+    Aborting(Aborting),
+    /// Counted already; stays a while so that its last outputs are known as such.
+    Closed,
+}
+
+/// What is known of an abort.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Aborting {
+    /// The API process asked for it.
+    pub(super) by_client: bool,
+    /// One of its engines died meanwhile.
+    pub(super) engine_died: bool,
+}
+
+/// What is to be done about a request at a later time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Task {
+    /// Complete it unless a further stage was given it.
+    Complete,
+    /// Finish its stages whose ADD never came.
+    FinishEarly,
+    /// Decide why it was aborted.
+    SettleAbort,
+    /// Forget it.
+    Forget,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Due {
+    pub(super) time_ns: u64,
+    pub(super) task: Task,
+    pub(super) request: u32,
+    pub(super) serial: u32,
+}
+
+/// A socket of an API process: leads to one replica (vLLM-Omni) or to all engines (plain vLLM).
+#[derive(Clone, Copy, Debug)]
+struct Lane {
+    pid: u32,
+    socket: u64,
+    engine: u16,
+}
+
+/// Parallel samples of one prompt (`n` > 1): plain vLLM sends each as a request `{index}_{parent id}`.
+#[derive(Clone, Copy, Debug, Default)]
+struct Siblings {
+    n: u32,
+    open: u32,
+    longest: u64,
+}
+
+/// A stage finished with a request: the pipeline has yet to hear of it.
+#[derive(Debug)]
+pub(super) struct Finished {
+    pub(super) request: u32,
+    pub(super) part: u8,
+    pub(super) stage: u32,
+    pub(super) reason: FinishReason,
+    pub(super) time_ns: u64,
+    pub(super) generated: u64,
+    pub(super) audio: StageAudio,
+}
+
+/// What a stage gave of a request's audio.
+#[derive(Debug)]
+pub(super) enum StageAudio {
+    /// It is not known to be an audio stage.
+    NoAudioStage,
+    /// It is one, and gave nothing.
+    Silent,
+    Some(Box<AudioState>),
+}
+
+/// What an ADD was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Added {
+    /// A new share of a request, or of a new request.
+    New,
+    /// The ADD of a share whose first output was read before it.
+    Late { request: u32, part: u8 },
+    /// A further segment of a share; `begins`: the engine was waiting for it.
+    Segment { request: u32, part: u8, begins: bool },
+    /// Not taken: the request is over, or too many are open.
+    Refused(&'static str),
+}
+
+/// The requests of one pipeline.
+#[derive(Debug, Default)]
+pub(super) struct Book {
+    by_id: FxHashMap<Arc<str>, u32>,
+    pub(super) requests: Slab<Request>,
+    lanes: Vec<Lane>,
+    siblings: FxHashMap<Box<str>, Siblings>,
+    /// LLM stages of the pipeline.
+    pub(super) llm_stages: usize,
+    /// Shares that no engine has answered for.
+    pub(super) unclaimed: usize,
+    pub(super) due: BinaryHeap<Reverse<Due>>,
+    /// Stage finishes of the frame at hand.
+    pub(super) finished: Vec<Finished>,
+    serial: u32,
+}
+
+impl Book {
+    pub(super) fn find(&self, id: &str) -> Option<u32> {
+        self.by_id.get(id).copied()
+    }
+
+    pub(super) fn request(&self, index: u32) -> Option<&Request> {
+        self.requests.get(index as usize)
+    }
+
+    pub(super) fn request_mut(&mut self, index: u32) -> Option<&mut Request> {
+        self.requests.get_mut(index as usize)
+    }
+
+    pub(super) fn part_mut(&mut self, request: u32, part: u8) -> Option<&mut Part> {
+        self.request_mut(request)?.parts.get_mut(usize::from(part))
+    }
+
+    /// Enters an ADD. `shared_lanes`: all engines are reached through one socket, so there is one stage.
+    #[expect(clippy::too_many_arguments, reason = "the parts of one frame")]
+    pub(super) fn add(
+        &mut self,
+        pid: u32,
+        socket: u64,
+        add: &Add<'_>,
+        time_ns: u64,
+        wall_offset_ns: Option<i64>,
+        shared_lanes: bool,
+        max_requests: usize,
+    ) -> Added {
+        let lane = self.lane(pid, socket);
+        let Some(index) = self.find(add.request_id) else {
+            if self.requests.len() >= max_requests {
+                return Added::Refused("too_many_open");
+            }
+            self.insert(add.request_id, Part::added(lane, add, time_ns, wall_offset_ns));
+            self.unclaimed += 1;
+            if shared_lanes && let Some(parent) = parent_of(add.request_id) {
+                self.join_siblings(parent, max_requests);
+            }
+            return Added::New;
+        };
+        let lane_engine = self.lanes.get(usize::from(lane)).map_or(NONE, |lane| lane.engine);
+        let Some(request) = self.requests.get_mut(index as usize) else {
+            return Added::Refused("unknown_request");
+        };
+        if request.phase != Phase::Live {
+            return Added::Refused("request_over");
+        }
+        let known = request
+            .parts
+            .iter()
+            .position(|part| part.is_added() && (shared_lanes || (part.lane == lane && lane != NONE)));
+        if let Some(known) = known {
+            let part = small(known);
+            let begins = self.segment(index, part, add, time_ns, wall_offset_ns);
+            return Added::Segment {
+                request: index,
+                part,
+                begins,
+            };
+        }
+        let early = request.parts.iter().position(|part| {
+            !part.is_added()
+                && part.from_first
+                && (lane_engine == NONE || lane_engine == part.engine || shared_lanes)
+        });
+        if let Some(early) = early
+            && let Some(part) = request.parts.get_mut(early)
+        {
+            part.fill(lane, add, time_ns, wall_offset_ns);
+            let (engine, arrival_ns) = (part.engine, part.arrival_ns);
+            if request.start_ns == 0 {
+                request.start_ns = arrival_ns;
+            }
+            if !shared_lanes {
+                self.bind(lane, engine);
+            }
+            return Added::Late {
+                request: index,
+                part: small(early),
+            };
+        }
+        if request.parts.len() >= usize::from(u8::MAX) {
+            return Added::Refused("too_many_stages");
+        }
+        request.parts.reserve_exact(1);
+        request
+            .parts
+            .push(Part::added(lane, add, time_ns, wall_offset_ns));
+        self.unclaimed += 1;
+        Added::New
+    }
+
+    fn segment(
+        &mut self,
+        request: u32,
+        part: u8,
+        add: &Add<'_>,
+        time_ns: u64,
+        wall_offset_ns: Option<i64>,
+    ) -> bool {
+        let Some(part) = self.part_mut(request, part) else {
+            return false;
+        };
+        let arrival_ns = arrival_ns(add.arrival, time_ns, wall_offset_ns);
+        let Some(session) = part.session.as_mut() else {
+            return false;
+        };
+        if !add.resumable {
+            // The end of the input: it carries no tokens of its own.
+            if session.queued > 0 {
+                session.queued_resumable = false;
+            } else {
+                session.resumable = false;
+            }
+            return false;
+        }
+        let tokens = add.prompt_tokens.unwrap_or(0);
+        if part.prompt_tokens != UNKNOWN {
+            part.prompt_tokens = part.prompt_tokens.saturating_add(tokens);
+        }
+        if session.waiting {
+            session.waiting = false;
+            part.arrival_ns = arrival_ns;
+            return true;
+        }
+        session.queued = session.queued.saturating_add(1);
+        session.queued_arrival_ns = arrival_ns;
+        session.queued_resumable = true;
+        false
+    }
+
+    /// Which share `engine` answers for with its first output of a request. `rank` is the place of its stage among
+    /// the LLM stages. `None`: the output belongs to a stage that has finished already.
+    pub(super) fn claim(
+        &mut self,
+        index: u32,
+        engine: u16,
+        rank: usize,
+        is_first: bool,
+        shared_lanes: bool,
+    ) -> Option<u8> {
+        let request = self.requests.get(index as usize)?;
+        let done = |part: &Part| {
+            part.engine == engine && matches!(part.state, PartState::Finished | PartState::Early)
+        };
+        if request.phase != Phase::Live || request.parts.iter().any(done) {
+            return None;
+        }
+        let (choice, bind) = self.choose(request, engine, rank, is_first, shared_lanes);
+        let request = self.requests.get_mut(index as usize)?;
+        if let Some(choice) = choice
+            && let Some(part) = request.parts.get_mut(choice)
+        {
+            part.state = PartState::Open;
+            part.engine = engine;
+            part.from_first = true;
+            let lane = part.lane;
+            self.unclaimed = self.unclaimed.saturating_sub(1);
+            if bind {
+                self.bind(lane, engine);
+            }
+            return Some(small(choice));
+        }
+        if request.parts.len() >= usize::from(u8::MAX) {
+            return None;
+        }
+        request.parts.reserve_exact(1);
+        request.parts.push(Part::unseen(engine, is_first));
+        Some(small(request.parts.len() - 1))
+    }
+
+    fn choose(
+        &self,
+        request: &Request,
+        engine: u16,
+        rank: usize,
+        is_first: bool,
+        shared_lanes: bool,
+    ) -> (Option<usize>, bool) {
+        let lane_of = |part: &Part| self.lanes.get(usize::from(part.lane));
+        let pending = |part: &Part| part.state == PartState::Pending;
+        if shared_lanes {
+            return (request.parts.iter().position(pending), false);
+        }
+        let bound = |part: &Part| pending(part) && lane_of(part).is_some_and(|lane| lane.engine == engine);
+        if let Some(bound) = request.parts.iter().position(bound) {
+            return (Some(bound), false);
+        }
+        let free = |part: &Part| {
+            pending(part)
+                && lane_of(part).is_none_or(|lane| {
+                    lane.engine == NONE
+                        && !self
+                            .lanes
+                            .iter()
+                            .any(|other| other.pid == lane.pid && other.engine == engine)
+                })
+        };
+        let mut candidates = request
+            .parts
+            .iter()
+            .enumerate()
+            .filter(|(_, part)| free(part))
+            .map(|(place, _)| place);
+        let Some(first) = candidates.next() else {
+            return (None, false);
+        };
+        let last = candidates.next_back();
+        // ADDs go out in the order of the stages, so with all of them seen the order tells which is which.
+        let all_given = request.parts.len() == self.llm_stages && request.parts.iter().all(Part::is_added);
+        if request.parts.get(rank).is_some_and(free) {
+            return (Some(rank), all_given || (last.is_none() && is_first));
+        }
+        match last {
+            None => (Some(first), is_first),
+            Some(last) => (Some(last), false),
+        }
+    }
+
+    /// Enters a request that was open before the agent looked, or whose ADD is still to come.
+    pub(super) fn discover(&mut self, id: &str, engine: u16, is_first: bool) -> u32 {
+        self.insert(id, Part::unseen(engine, is_first))
+    }
+
+    fn insert(&mut self, id: &str, part: Part) -> u32 {
+        let companion = id.contains(COMPANION_PREFIX)
+            || id.rmatch_indices(COMPANION_MARK).any(|(place, _)| {
+                id.get(..place)
+                    .is_some_and(|parent| self.by_id.contains_key(parent))
+            });
+        self.serial = self.serial.wrapping_add(1);
+        let id: Arc<str> = id.into();
+        let start_ns = part.arrival_ns;
+        let index = self.requests.insert(Request {
+            id: Arc::clone(&id),
+            serial: self.serial,
+            parts: vec![part],
+            finished: 0,
+            phase: Phase::Live,
+            companion,
+            stopped: false,
+            generated: 0,
+            prompt_tokens: UNKNOWN,
+            start_ns,
+            from_first_stage: false,
+            finish_ns: 0,
+            last_stage: 0,
+            reason: FinishReason::Stop,
+            audio: None,
+        });
+        // Bounded by the caller far below 2^32.
+        let index = u32::try_from(index).unwrap_or(u32::MAX);
+        self.by_id.insert(id, index);
+        index
+    }
+
+    /// Forgets a request. Its stage states must be gone.
+    pub(super) fn remove(&mut self, index: u32) -> Option<Request> {
+        let request = self.requests.try_remove(index as usize)?;
+        self.by_id.remove(&request.id);
+        self.unclaimed = self.unclaimed.saturating_sub(
+            request
+                .parts
+                .iter()
+                .filter(|part| part.state == PartState::Pending)
+                .count(),
+        );
+        Some(request)
+    }
+
+    /// Takes out a request that is complete. Where its engine may send more, its id is kept until `until_ns`.
+    pub(super) fn complete(&mut self, index: u32, until_ns: u64) -> Option<Request> {
+        let request = self.remove(index)?;
+        if request.stopped {
+            self.insert(&request.id, Part::unseen(NONE, false));
+            let index = self.find(&request.id)?;
+            self.close(index, until_ns);
+        }
+        Some(request)
+    }
+
+    /// Keeps a request that is over until `time_ns`, so that its last outputs are known as such. Gives back its shares.
+    pub(super) fn close(&mut self, index: u32, time_ns: u64) -> Vec<Part> {
+        let Some(request) = self.requests.get_mut(index as usize) else {
+            return Vec::new();
+        };
+        request.phase = Phase::Closed;
+        request.audio = None;
+        let parts = std::mem::take(&mut request.parts);
+        let serial = request.serial;
+        let pending = parts
+            .iter()
+            .filter(|part| part.state == PartState::Pending)
+            .count();
+        self.unclaimed = self.unclaimed.saturating_sub(pending);
+        self.schedule(index, serial, Task::Forget, time_ns);
+        parts
+    }
+
+    pub(super) fn schedule(&mut self, request: u32, serial: u32, task: Task, time_ns: u64) {
+        self.due.push(Reverse(Due {
+            time_ns,
+            task,
+            request,
+            serial,
+        }));
+    }
+
+    /// The next task that is due at `now_ns` and whose request still lives.
+    pub(super) fn next_due(&mut self, now_ns: u64) -> Option<Due> {
+        while let Some(Reverse(due)) = self.due.peek().copied() {
+            if due.time_ns > now_ns {
+                return None;
+            }
+            self.due.pop();
+            if self
+                .request(due.request)
+                .is_some_and(|request| request.serial == due.serial)
+            {
+                return Some(due);
+            }
+        }
+        None
+    }
+
+    fn lane(&mut self, pid: u32, socket: u64) -> u16 {
+        let known = self
+            .lanes
+            .iter()
+            .position(|lane| lane.pid == pid && lane.socket == socket);
+        let fresh = Lane {
+            pid,
+            socket,
+            engine: NONE,
+        };
+        let place = if let Some(known) = known {
+            known
+        } else if let Some(free) = self.lanes.iter().position(|lane| lane.pid == NO_PID) {
+            if let Some(lane) = self.lanes.get_mut(free) {
+                *lane = fresh;
+            }
+            free
+        } else if self.lanes.len() < MAX_LANES {
+            self.lanes.push(fresh);
+            self.lanes.len() - 1
+        } else {
+            return NONE;
+        };
+        u16::try_from(place).unwrap_or(NONE)
+    }
+
+    /// An API process ended: its sockets are gone.
+    pub(super) fn forget_api(&mut self, pid: u32) {
+        for lane in &mut self.lanes {
+            if lane.pid == pid {
+                lane.pid = NO_PID;
+                lane.engine = NONE;
+            }
+        }
+    }
+
+    fn bind(&mut self, lane: u16, engine: u16) {
+        let Some(pid) = self.lanes.get(usize::from(lane)).map(|lane| lane.pid) else {
+            return;
+        };
+        for (place, other) in self.lanes.iter_mut().enumerate() {
+            if place == usize::from(lane) {
+                other.engine = engine;
+            } else if other.pid == pid && other.engine == engine {
+                other.engine = NONE;
+            }
+        }
+    }
+
+    /// The engine behind a socket, where it is known.
+    pub(super) fn lane_engine(&self, pid: u32, socket: u64) -> Option<u16> {
+        self.lanes
+            .iter()
+            .find(|lane| lane.pid == pid && lane.socket == socket)
+            .map(|lane| lane.engine)
+            .filter(|&engine| engine != NONE)
+    }
+
+    /// Whether `part` is or may only be at `engine`.
+    pub(super) fn is_at(&self, part: &Part, engine: u16) -> bool {
+        match part.state {
+            PartState::Open | PartState::Early => part.engine == engine,
+            PartState::Pending => self
+                .lanes
+                .get(usize::from(part.lane))
+                .is_some_and(|lane| lane.engine == engine),
+            PartState::Finished => false,
+        }
+    }
+
+    /// Whether the API process `pid` gave out `part`.
+    pub(super) fn is_from(&self, part: &Part, pid: u32) -> bool {
+        self.lanes
+            .get(usize::from(part.lane))
+            .is_some_and(|lane| lane.pid == pid)
+    }
+
+    /// An engine ended: its number may be given to another.
+    pub(super) fn forget_engine(&mut self, engine: u16) {
+        for lane in &mut self.lanes {
+            if lane.engine == engine {
+                lane.engine = NONE;
+            }
+        }
+        for (_, request) in &mut self.requests {
+            for part in &mut request.parts {
+                if part.engine == engine {
+                    part.engine = NONE;
+                }
+            }
+            if let Some(audio) = &mut request.audio
+                && audio.engine == engine
+            {
+                audio.engine = NONE;
+            }
+        }
+    }
+
+    fn join_siblings(&mut self, parent: &str, max: usize) {
+        if let Some(siblings) = self.siblings.get_mut(parent) {
+            siblings.n += 1;
+            siblings.open += 1;
+        } else if self.siblings.len() < max {
+            self.siblings.insert(
+                parent.into(),
+                Siblings {
+                    n: 1,
+                    open: 1,
+                    longest: 0,
+                },
+            );
+        }
+    }
+
+    /// A sample of plain vLLM is over, with `generated` tokens or (aborted) without a count. Gives `n` and the length
+    /// of the longest sample once the last of its siblings is.
+    pub(super) fn leave_siblings(&mut self, id: &str, generated: Option<u64>) -> Option<(u32, u64)> {
+        let Some(parent) = parent_of(id) else {
+            return generated.map(|generated| (1, generated));
+        };
+        let siblings = self.siblings.get_mut(parent)?;
+        siblings.open = siblings.open.saturating_sub(1);
+        siblings.longest = siblings.longest.max(generated.unwrap_or(0));
+        if siblings.open > 0 {
+            return None;
+        }
+        let done = self.siblings.remove(parent)?;
+        generated.map(|_| (done.n, done.longest))
+    }
+}
+
+/// The parent in `{index}_{parent}`.
+fn parent_of(id: &str) -> Option<&str> {
+    let (index, parent) = id.split_once('_')?;
+    (!index.is_empty() && !parent.is_empty() && index.bytes().all(|byte| byte.is_ascii_digit()))
+        .then_some(parent)
+}
+
+/// Places in a request's shares, of which there are at most 255.
+fn small(place: usize) -> u8 {
+    u8::try_from(place).unwrap_or(u8::MAX)
+}

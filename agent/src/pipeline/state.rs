@@ -1,0 +1,1094 @@
+//! One pipeline: its engines, its requests over all their stages, and the pipeline's own families.
+
+use std::collections::BTreeMap;
+
+use slab::Slab;
+
+use super::{
+    audio::{CONTINUITY_THRESHOLD_S, as_f64, seconds_between},
+    book::{
+        Aborting, Added, Book, Due, Finished, FinishedAudio, Part, PartState, Phase, StageAudio, Task,
+        UNKNOWN,
+    },
+    engine::{Context, Engine, Snapshot, engine_number},
+    labels::{Failure, Labels, Sleep},
+    sink::{ExtraId, Scope, ScopeId, Sink},
+    tracker::Limits,
+};
+use crate::{
+    host::identity::{Flavor, Pipeline, Process, Role},
+    metrics::catalogue::Family,
+    wire::message::{Add, FinishReason, Message, OutputKind, Utility},
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Api,
+    /// Index among its pipeline's engines.
+    Engine(usize),
+    Other,
+}
+
+#[derive(Debug)]
+pub(super) struct PipelineState {
+    pub(super) pipeline: Pipeline,
+    /// Scope of the pipeline's own families (vLLM-Omni).
+    scope: Option<ScopeId>,
+    engines: Slab<Engine>,
+    pub(super) book: Book,
+    /// API processes that live.
+    apis: usize,
+    /// The highest stage of any kind.
+    last_stage: Option<u32>,
+    /// The highest diffusion stage; `u32::MAX`: one whose number is not known.
+    last_diffusion_stage: Option<u32>,
+    /// `max_model_len` of the lowest LLM stage that told it.
+    ready: Option<(u32, u32)>,
+    next_scan_ns: u64,
+}
+
+/// The slot of a stage that was dropped while its request is not over.
+const NO_SLOT: u32 = u32::MAX;
+
+/// How often open requests are looked through for time-outs.
+const TIMEOUT_SCAN_NS: u64 = 10_000_000_000;
+
+/// What all pipelines share.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Environment {
+    pub(super) limits: Limits,
+    pub(super) labels: Labels,
+    pub(super) wall_offset_ns: Option<i64>,
+}
+
+impl PipelineState {
+    pub(super) fn new(pipeline: Pipeline) -> Self {
+        Self {
+            pipeline,
+            scope: None,
+            engines: Slab::new(),
+            book: Book::default(),
+            apis: 0,
+            last_stage: None,
+            last_diffusion_stage: None,
+            ready: None,
+            next_scan_ns: 0,
+        }
+    }
+
+    /// Requests that some stage still has work for; those that guide another are not requests.
+    pub(super) fn open(&self) -> usize {
+        self.book
+            .requests
+            .iter()
+            .filter(|(_, request)| request.is_active() && !request.companion)
+            .count()
+    }
+
+    fn is_omni(&self) -> bool {
+        self.pipeline.flavor == Flavor::Omni
+    }
+
+    fn context<'a>(&self, environment: &'a Environment) -> Context<'a> {
+        Context {
+            labels: &environment.labels,
+            flavor: self.pipeline.flavor,
+            pipeline_scope: self.scope,
+            has_api: self.apis > 0,
+            max_requests: environment.limits.max_requests,
+            wall_offset_ns: environment.wall_offset_ns,
+        }
+    }
+
+    // ---- processes ----
+
+    pub(super) fn admit(&mut self, process: &Process, now_ns: u64) -> Kind {
+        let (stage, replica, is_llm) = match process.role {
+            Role::ApiServer | Role::ApiWorker { .. } => {
+                self.apis += 1;
+                return Kind::Api;
+            }
+            Role::Headless | Role::Worker | Role::Coordinator => return Kind::Other,
+            Role::LlmStage { stage, replica } => (stage, replica, true),
+            Role::DiffusionStage { stage, replica } => (stage, replica, false),
+        };
+        let (stage, replica) = self.identity(stage, replica);
+        let index = self.engines.insert(Engine::new(stage, replica, is_llm, now_ns));
+        self.place_stages();
+        Kind::Engine(index)
+    }
+
+    /// Plain vLLM has one stage, and one replica unless it runs data-parallel.
+    fn identity(&self, stage: Option<u32>, replica: Option<u32>) -> (Option<u32>, Option<u32>) {
+        match self.pipeline.flavor {
+            Flavor::Vllm => (stage.or(Some(0)), replica.or(Some(0))),
+            Flavor::Omni => (stage, replica),
+        }
+    }
+
+    /// The stage and replica of an engine became known. `false`: it was watched under others already.
+    pub(super) fn rename_engine(&mut self, index: usize, role: Role) -> bool {
+        let (stage, replica, is_llm) = match role {
+            Role::LlmStage { stage, replica } => (stage, replica, true),
+            Role::DiffusionStage { stage, replica } => (stage, replica, false),
+            _ => return false,
+        };
+        let (stage, replica) = self.identity(stage, replica);
+        match self.engines.get_mut(index) {
+            Some(engine) if engine.scope.is_none() && engine.is_llm == is_llm => {
+                engine.stage = stage;
+                engine.replica = replica;
+            }
+            _ => return false,
+        }
+        self.place_stages();
+        true
+    }
+
+    /// Derives the order of the stages from the engines that live.
+    fn place_stages(&mut self) {
+        let stages = |is_llm: bool| {
+            let mut stages: Vec<u32> = self
+                .engines
+                .iter()
+                .filter(|(_, engine)| engine.is_llm == is_llm)
+                .map(|(_, engine)| engine.stage.unwrap_or(u32::MAX))
+                .collect();
+            stages.sort_unstable();
+            stages.dedup();
+            stages
+        };
+        let (llm, diffusion) = (stages(true), stages(false));
+        self.last_diffusion_stage = diffusion.last().copied();
+        self.last_stage = llm.last().max(diffusion.last()).copied();
+        self.book.llm_stages = llm.len();
+        for (_, engine) in &mut self.engines {
+            let stage = engine.stage.unwrap_or(u32::MAX);
+            engine.rank = llm.binary_search(&stage).unwrap_or(0);
+        }
+    }
+
+    /// Creates scopes and their first children for whatever is known well enough by now.
+    pub(super) fn create_scopes<S: Sink + ?Sized>(
+        &mut self,
+        now_ns: u64,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        if self.scope.is_none()
+            && self.is_omni()
+            && self.apis > 0
+            && let Some(scope) = self.scope_of(None, None, None)
+        {
+            let scope = sink.scope(&scope);
+            self.scope = Some(scope);
+            let none = ExtraId::NONE;
+            sink.add(Family::OmniPromptTokensTotal, scope, none, 0.0);
+            sink.add(Family::OmniGenerationTokensTotal, scope, none, 0.0);
+            sink.observe(Family::OmniE2eRequestLatencyS, scope, none, 0.0, 0);
+            sink.set(Family::OmniNumRequestsRunning, scope, none, 0.0);
+            sink.set(Family::OmniNumRequestsWaiting, scope, none, 0.0);
+        }
+        // Token buckets depend on the longest sequence of the first stage, which a starting engine is about to tell.
+        let first_stage = self
+            .engines
+            .iter()
+            .filter(|(_, engine)| engine.is_llm)
+            .filter_map(|(_, engine)| engine.stage)
+            .min();
+        let is_known = self.pipeline.max_model_len.is_some()
+            || self.ready.is_some_and(|(stage, _)| Some(stage) <= first_stage);
+        let is_starting = self.engines.iter().any(|(_, engine)| engine.is_starting);
+        let settle_ns = environment.limits.settle_engine_ns;
+        let settled: Vec<usize> = self
+            .engines
+            .iter()
+            .filter(|(_, engine)| {
+                engine.scope.is_none()
+                    && (is_known || (!is_starting && now_ns.saturating_sub(engine.found_ns) >= settle_ns))
+            })
+            .map(|(index, _)| index)
+            .collect();
+        for index in settled {
+            self.create_engine_scope(index, environment, sink);
+        }
+    }
+
+    fn create_engine_scope<S: Sink + ?Sized>(
+        &mut self,
+        index: usize,
+        environment: &Environment,
+        sink: &mut S,
+    ) -> Option<ScopeId> {
+        let engine = self.engines.get(index)?;
+        let scope = self.scope_of(Some(engine.stage?), Some(engine.replica?), self.max_model_len())?;
+        let scope = sink.scope(&scope);
+        let engine = self.engines.get_mut(index)?;
+        engine.scope = Some(scope);
+        Engine::create_children(scope, &environment.labels, sink);
+        Self::set_engine_gauges(scope, &Totals::default(), environment, sink);
+        Self::set_sleep(scope, engine.sleep, environment, sink);
+        Some(scope)
+    }
+
+    fn max_model_len(&self) -> Option<u32> {
+        self.pipeline
+            .max_model_len
+            .or(self.ready.map(|(_, length)| length))
+    }
+
+    /// `None`: the model is not known, so there is nothing to label samples with.
+    fn scope_of(
+        &self,
+        stage: Option<u32>,
+        replica: Option<u32>,
+        max_model_len: Option<u32>,
+    ) -> Option<Scope> {
+        let pipeline = &self.pipeline;
+        let model = pipeline.model.as_ref().or(pipeline.served_model.as_ref())?;
+        let served_model = pipeline.served_model.as_ref().unwrap_or(model);
+        Some(Scope {
+            pipeline: pipeline.id,
+            model: model.clone(),
+            served_model: served_model.clone(),
+            stage,
+            replica,
+            max_model_len,
+        })
+    }
+
+    pub(super) fn engine_gone<S: Sink + ?Sized>(
+        &mut self,
+        index: usize,
+        now_ns: u64,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        self.engine_died(index, now_ns, environment, sink);
+        let Some(engine) = self.engines.try_remove(index) else {
+            return;
+        };
+        self.book.forget_engine(engine_number(index));
+        self.place_stages();
+        if let Some(scope) = engine.scope
+            && !self.engines.iter().any(|(_, other)| other.scope == Some(scope))
+        {
+            sink.retire(scope);
+        }
+    }
+
+    /// Fails the requests that are at an engine.
+    fn engine_died<S: Sink + ?Sized>(
+        &mut self,
+        index: usize,
+        now_ns: u64,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        let number = engine_number(index);
+        if let Some(engine) = self.engines.get_mut(index) {
+            engine.snapshot = None;
+        }
+        let hit: Vec<u32> = self
+            .book
+            .requests
+            .iter()
+            .filter(|(_, request)| {
+                request.phase != Phase::Closed
+                    && request.parts.iter().any(|part| self.book.is_at(part, number))
+            })
+            .filter_map(|(request, _)| u32::try_from(request).ok())
+            .collect();
+        for request in hit {
+            match self.book.request_mut(request).map(|request| &mut request.phase) {
+                Some(Phase::Aborting(aborting)) => aborting.engine_died = true,
+                _ => self.fail(request, Failure::StageError, now_ns, environment, sink),
+            }
+        }
+    }
+
+    pub(super) fn api_gone<S: Sink + ?Sized>(
+        &mut self,
+        pid: u32,
+        now_ns: u64,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        let hit: Vec<u32> = self
+            .book
+            .requests
+            .iter()
+            .filter(|(_, request)| {
+                request.phase != Phase::Closed
+                    && request.parts.iter().any(|part| self.book.is_from(part, pid))
+            })
+            .filter_map(|(request, _)| u32::try_from(request).ok())
+            .collect();
+        for request in hit {
+            self.fail(request, Failure::Unknown, now_ns, environment, sink);
+        }
+        self.book.forget_api(pid);
+        self.apis = self.apis.saturating_sub(1);
+    }
+
+    pub(super) fn end<S: Sink + ?Sized>(&mut self, now_ns: u64, environment: &Environment, sink: &mut S) {
+        let open: Vec<u32> = self
+            .book
+            .requests
+            .iter()
+            .filter(|(_, request)| request.phase != Phase::Closed)
+            .filter_map(|(request, _)| u32::try_from(request).ok())
+            .collect();
+        for request in open {
+            self.fail(request, Failure::Unknown, now_ns, environment, sink);
+        }
+        let mut scopes: Vec<ScopeId> = self
+            .engines
+            .iter()
+            .filter_map(|(_, engine)| engine.scope)
+            .chain(self.scope)
+            .collect();
+        scopes.sort_unstable();
+        scopes.dedup();
+        for scope in scopes {
+            sink.retire(scope);
+        }
+    }
+
+    // ---- messages ----
+
+    pub(super) fn api_message<S: Sink + ?Sized>(
+        &mut self,
+        pid: u32,
+        socket: u64,
+        time_ns: u64,
+        message: &Message<'_>,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        match message {
+            Message::Add(add) => self.add(pid, socket, add, time_ns, environment, sink),
+            Message::Abort(ids) => {
+                for id in ids {
+                    self.abort(id, pid, socket, time_ns, environment, sink);
+                }
+                self.settle(environment, sink);
+            }
+            Message::Utility(utility) => self.utility(pid, socket, *utility, environment, sink),
+            _ => {}
+        }
+    }
+
+    fn add<S: Sink + ?Sized>(
+        &mut self,
+        pid: u32,
+        socket: u64,
+        add: &Add<'_>,
+        time_ns: u64,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        let added = self.book.add(
+            pid,
+            socket,
+            add,
+            time_ns,
+            environment.wall_offset_ns,
+            self.pipeline.flavor == Flavor::Vllm,
+            environment.limits.max_requests,
+        );
+        let (request, part) = match added {
+            Added::New => return,
+            Added::Refused(reason) => {
+                sink.skip(Family::VllmE2eRequestLatencySeconds, reason);
+                return;
+            }
+            Added::Late { request, part } | Added::Segment { request, part, .. } => (request, part),
+        };
+        let context = self.context(environment);
+        let Some(share) = self.book.part_mut(request, part) else {
+            return;
+        };
+        let (state, slot, engine) = (share.state, share.slot, usize::from(share.engine));
+        let is_waiting = share.session.as_ref().is_some_and(|session| session.waiting);
+        if !matches!(state, PartState::Open | PartState::Early) {
+            return;
+        }
+        let Some(engine) = self.engines.get_mut(engine) else {
+            return;
+        };
+        match added {
+            Added::Late { .. } => {
+                engine.add_seen(slot, &mut self.book, &context, sink);
+                self.settle(environment, sink);
+            }
+            Added::Segment { begins: true, .. } => engine.segment_began(slot),
+            // The input ended while the engine had nothing to do: there is no further output.
+            _ if !add.resumable && is_waiting && !self.is_omni() => self.forget(request),
+            _ => {}
+        }
+    }
+
+    fn abort<S: Sink + ?Sized>(
+        &mut self,
+        id: &str,
+        pid: u32,
+        socket: u64,
+        time_ns: u64,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        let Some(index) = self.book.find(id) else {
+            return;
+        };
+        let context = self.context(environment);
+        let lane_engine = self.book.lane_engine(pid, socket).map(usize::from);
+        let Some(request) = self.book.request_mut(index) else {
+            return;
+        };
+        match &mut request.phase {
+            Phase::Live => {}
+            Phase::Aborting(aborting) => {
+                aborting.by_client = true;
+                return;
+            }
+            Phase::Closed => return,
+        }
+        let stopped = request
+            .parts
+            .iter()
+            .find(|part| {
+                part.state == PartState::Open
+                    && part.has_stop_strings
+                    && lane_engine.is_none_or(|engine| engine == usize::from(part.engine))
+            })
+            .map(|part| (usize::from(part.engine), part.slot));
+        if let Some((engine, slot)) = stopped
+            && let Some(engine) = self.engines.get_mut(engine)
+            && let Some(last_ns) = engine.last_output_ns(slot)
+            && time_ns.saturating_sub(last_ns) <= environment.limits.stop_string_ns
+        {
+            if let Some(request) = self.book.request_mut(index) {
+                request.stopped = true;
+            }
+            engine.stop_string(slot, last_ns.min(time_ns), &mut self.book, &context, sink);
+            return;
+        }
+        self.begin_abort(
+            index,
+            Aborting {
+                by_client: true,
+                engine_died: false,
+            },
+            time_ns,
+            environment,
+        );
+    }
+
+    /// A request will give no more: its cause is settled a little later.
+    fn begin_abort(&mut self, index: u32, aborting: Aborting, time_ns: u64, environment: &Environment) {
+        let Some(request) = self.book.request_mut(index) else {
+            return;
+        };
+        request.phase = Phase::Aborting(aborting);
+        let serial = request.serial;
+        // What its engines still send counts no more. Where it was stays known, to tell whether one of them died.
+        for part in &mut request.parts {
+            if matches!(part.state, PartState::Open | PartState::Early)
+                && let Some(engine) = self.engines.get_mut(usize::from(part.engine))
+            {
+                engine.drop_request(part.slot);
+                part.slot = NO_SLOT;
+            }
+        }
+        self.book.schedule(
+            index,
+            serial,
+            Task::SettleAbort,
+            time_ns.saturating_add(environment.limits.abort_settle_ns),
+        );
+    }
+
+    fn utility<S: Sink + ?Sized>(
+        &mut self,
+        pid: u32,
+        socket: u64,
+        utility: Utility<'_>,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        let sleep = match utility.method {
+            "sleep" => match utility.level.unwrap_or(1) {
+                1 => Sleep::WeightsOffloaded,
+                2 => Sleep::DiscardAll,
+                _ => Sleep::Paused,
+            },
+            "wake_up" => Sleep::Awake,
+            _ => return,
+        };
+        let only = self.book.lane_engine(pid, socket).map(usize::from);
+        for (index, engine) in &mut self.engines {
+            if engine.is_llm && only.is_none_or(|only| only == index) {
+                engine.sleep = sleep;
+                if let Some(scope) = engine.scope {
+                    Self::set_sleep(scope, sleep, environment, sink);
+                }
+            }
+        }
+    }
+
+    pub(super) fn engine_message<S: Sink + ?Sized>(
+        &mut self,
+        index: usize,
+        time_ns: u64,
+        message: &Message<'_>,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        match message {
+            Message::Outputs(outputs) => {
+                let Some(engine) = self.engines.get(index) else {
+                    return;
+                };
+                if engine.scope.is_none() && self.create_engine_scope(index, environment, sink).is_none() {
+                    sink.skip(Family::VllmGenerationTokensTotal, "unknown_identity");
+                    return;
+                }
+                let context = self.context(environment);
+                let Some(engine) = self.engines.get_mut(index) else {
+                    return;
+                };
+                engine.outputs(
+                    engine_number(index),
+                    outputs,
+                    time_ns,
+                    &mut self.book,
+                    &context,
+                    sink,
+                );
+                self.settle(environment, sink);
+            }
+            Message::Ready(ready) => {
+                let Some(engine) = self.engines.get_mut(index) else {
+                    return;
+                };
+                engine.is_starting = false;
+                let stage = engine.stage.unwrap_or(u32::MAX);
+                if let Some(length) = ready.max_model_len
+                    && self.ready.is_none_or(|(known, _)| stage < known)
+                {
+                    self.ready = Some((stage, length));
+                }
+                self.create_scopes(time_ns, environment, sink);
+            }
+            Message::Handshake => {
+                if let Some(engine) = self.engines.get_mut(index) {
+                    engine.is_starting = engine.scope.is_none();
+                }
+            }
+            Message::EngineDead => self.engine_died(index, time_ns, environment, sink),
+            _ => {}
+        }
+    }
+
+    // ---- requests ----
+
+    /// Tells the requests about the stages that finished.
+    fn settle<S: Sink + ?Sized>(&mut self, environment: &Environment, sink: &mut S) {
+        while let Some(finished) = self.book.finished.pop() {
+            self.stage_finished(finished, environment, sink);
+        }
+    }
+
+    fn stage_finished<S: Sink + ?Sized>(
+        &mut self,
+        finished: Finished,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        let index = finished.request;
+        let is_omni = self.is_omni();
+        let Some(request) = self.book.request_mut(index) else {
+            return;
+        };
+        let Some(part) = request.parts.get(usize::from(finished.part)) else {
+            return;
+        };
+        let (is_added, added_ns, engine) = (part.is_added(), part.added_ns, part.engine);
+        let prompt_tokens = part.prompt_tokens;
+        let output_ended = !matches!(finished.reason, FinishReason::Abort | FinishReason::Error);
+        let gen_time_s = is_added.then(|| seconds_between(added_ns, finished.time_ns));
+        request.finished = request.finished.saturating_add(1);
+        request.generated = request.generated.saturating_add(finished.generated);
+        request.finish_ns = request.finish_ns.max(finished.time_ns);
+        let (rank, scope) = self
+            .engines
+            .get(usize::from(engine))
+            .map_or((0, None), |engine| (engine.rank, engine.scope));
+        if rank == 0 {
+            request.from_first_stage |= is_added;
+            request.prompt_tokens = prompt_tokens;
+        }
+        if finished.stage >= request.last_stage {
+            request.last_stage = finished.stage;
+            request.reason = finished.reason;
+        }
+        if !matches!(finished.audio, StageAudio::NoAudioStage)
+            && request
+                .audio
+                .as_ref()
+                .is_none_or(|audio| finished.stage >= audio.stage)
+        {
+            request.audio = Some(Box::new(FinishedAudio {
+                part: finished.part,
+                engine,
+                state: match finished.audio {
+                    StageAudio::Some(state) => Some(state),
+                    StageAudio::Silent | StageAudio::NoAudioStage => None,
+                },
+                gen_time_s,
+                stage: finished.stage,
+            }));
+        }
+        let serial = request.serial;
+        let (is_active, companion) = (request.is_active(), request.companion);
+        let (last_stage, finish_ns) = (request.last_stage, request.finish_ns);
+        if !is_omni || companion {
+            if !is_active {
+                let until_ns = finish_ns.saturating_add(environment.limits.linger_ns);
+                self.book.complete(index, until_ns);
+            }
+            return;
+        }
+        if output_ended && let Some(scope) = scope {
+            match gen_time_s {
+                Some(gen_time_s) => sink.observe(
+                    Family::OmniStageGenTimeS,
+                    scope,
+                    environment.labels.stage_type_llm,
+                    gen_time_s,
+                    1,
+                ),
+                None => sink.skip(Family::OmniStageGenTimeS, "start_not_seen"),
+            }
+        }
+        match finished.reason {
+            FinishReason::Error => {
+                self.fail(index, Failure::StageError, finished.time_ns, environment, sink);
+            }
+            FinishReason::Abort => {
+                self.begin_abort(index, Aborting::default(), finished.time_ns, environment);
+            }
+            _ if is_active => {}
+            _ if self.last_stage == Some(last_stage) => self.complete(index, environment, sink),
+            _ => self.book.schedule(
+                index,
+                serial,
+                Task::Complete,
+                finish_ns.saturating_add(environment.limits.next_stage_grace_ns),
+            ),
+        }
+    }
+
+    fn complete<S: Sink + ?Sized>(&mut self, index: u32, environment: &Environment, sink: &mut S) {
+        let Some(finish_ns) = self.book.request(index).map(|request| request.finish_ns) else {
+            return;
+        };
+        let until_ns = finish_ns.saturating_add(environment.limits.linger_ns);
+        let Some(request) = self.book.complete(index, until_ns) else {
+            return;
+        };
+        let Some(scope) = self.scope else {
+            return;
+        };
+        if self
+            .last_diffusion_stage
+            .is_some_and(|stage| stage > request.last_stage)
+        {
+            // Whether it went on to that stage is not on the sockets that are read.
+            sink.skip(Family::OmniE2eRequestLatencyS, "diffusion_stage");
+            return;
+        }
+        sink.add(
+            Family::OmniRequestsSuccessTotal,
+            scope,
+            environment.labels.finish(request.reason),
+            1.0,
+        );
+        let start_ns = request.start_ns();
+        let none = ExtraId::NONE;
+        match start_ns {
+            Some(start_ns) => sink.observe(
+                Family::OmniE2eRequestLatencyS,
+                scope,
+                none,
+                seconds_between(start_ns, request.finish_ns),
+                1,
+            ),
+            None => sink.skip(Family::OmniE2eRequestLatencyS, "start_not_seen"),
+        }
+        if request.prompt_tokens == UNKNOWN {
+            sink.skip(Family::OmniPromptTokensTotal, "no_prompt_length");
+        } else {
+            sink.add(
+                Family::OmniPromptTokensTotal,
+                scope,
+                none,
+                f64::from(request.prompt_tokens),
+            );
+        }
+        sink.add(
+            Family::OmniGenerationTokensTotal,
+            scope,
+            none,
+            as_f64(request.generated),
+        );
+        if let Some(audio) = &request.audio {
+            let part = request.parts.get(usize::from(audio.part));
+            self.audio(audio, part, start_ns, environment, sink);
+        }
+    }
+
+    /// The audio families of a completed request.
+    ///
+    /// First packet and continuity belong to streamed responses. The API server asks its stages for deltas exactly
+    /// where it streams (docs/parity.md), so the output kind of the audio stage's ADD tells; where it is cumulative
+    /// it does not, and there is no sample.
+    fn audio<S: Sink + ?Sized>(
+        &self,
+        audio: &FinishedAudio,
+        part: Option<&Part>,
+        start_ns: Option<u64>,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        let Some(scope) = self
+            .engines
+            .get(usize::from(audio.engine))
+            .and_then(|engine| engine.scope)
+        else {
+            sink.skip(Family::OmniAudioDurationS, "engine_gone");
+            return;
+        };
+        let none = ExtraId::NONE;
+        let Some(state) = audio.state.as_ref().filter(|state| state.frames > 0) else {
+            sink.add(
+                Family::OmniAudioSkippedRequestsTotal,
+                scope,
+                environment.labels.no_audio_data,
+                1.0,
+            );
+            return;
+        };
+        sink.add(Family::OmniAudioFramesTotal, scope, none, as_f64(state.frames));
+        let part = part.filter(|part| part.is_added());
+        let duration_s = state.duration_s();
+        let Some(part) = part else {
+            for family in [
+                Family::OmniAudioDurationS,
+                Family::OmniAudioRtf,
+                Family::OmniAudioTtfpS,
+                Family::OmniAudioUnderrunS,
+            ] {
+                sink.skip(family, "start_not_seen");
+            }
+            return;
+        };
+        sink.observe(Family::OmniAudioDurationS, scope, none, duration_s, 1);
+        if let Some(gen_time_s) = audio.gen_time_s {
+            sink.observe(Family::OmniAudioRtf, scope, none, gen_time_s / duration_s, 1);
+        }
+        match part.output_kind {
+            OutputKind::Delta => {}
+            OutputKind::FinalOnly => return,
+            OutputKind::Cumulative => {
+                sink.skip(Family::OmniAudioTtfpS, "streaming_unknown");
+                sink.skip(Family::OmniAudioUnderrunS, "streaming_unknown");
+                return;
+            }
+        }
+        match (start_ns, state.first_ns) {
+            (Some(start_ns), Some(first_ns)) => sink.observe(
+                Family::OmniAudioTtfpS,
+                scope,
+                none,
+                seconds_between(start_ns, first_ns),
+                1,
+            ),
+            _ => sink.skip(Family::OmniAudioTtfpS, "start_not_seen"),
+        }
+        let Some(player) = state.continuity() else {
+            sink.skip(Family::OmniAudioUnderrunS, "sample_rate_changed");
+            return;
+        };
+        sink.observe(
+            Family::OmniAudioUnderrunS,
+            scope,
+            none,
+            player.max_underrun_s(),
+            1,
+        );
+        if player.is_continuous(CONTINUITY_THRESHOLD_S) {
+            sink.add(
+                Family::OmniAudioContinuityOkTotal,
+                scope,
+                environment.labels.threshold,
+                1.0,
+            );
+        }
+    }
+
+    /// A request failed: it counts as an abort and, by its reason, as a failure.
+    fn fail<S: Sink + ?Sized>(
+        &mut self,
+        index: u32,
+        reason: Failure,
+        now_ns: u64,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        if let Some(scope) = self.scope
+            && self.book.request(index).is_some_and(|request| !request.companion)
+        {
+            let aborted = environment.labels.finish(FinishReason::Abort);
+            sink.add(Family::OmniRequestsSuccessTotal, scope, aborted, 1.0);
+            let reason = environment.labels.failure(reason);
+            sink.add(Family::OmniRequestsFailedTotal, scope, reason, 1.0);
+        }
+        self.close(index, now_ns.saturating_add(environment.limits.linger_ns));
+    }
+
+    /// Drops a request's stages and remembers its id until `until_ns`.
+    fn close(&mut self, index: u32, until_ns: u64) {
+        if self.pipeline.flavor == Flavor::Vllm
+            && let Some(request) = self.book.request(index)
+        {
+            let id = std::sync::Arc::clone(&request.id);
+            self.book.leave_siblings(&id, None);
+        }
+        let parts = self.book.close(index, until_ns);
+        self.drop_stages(&parts);
+    }
+
+    /// Drops a request and all that is known of it.
+    fn forget(&mut self, index: u32) {
+        if let Some(request) = self.book.remove(index) {
+            self.drop_stages(&request.parts);
+        }
+    }
+
+    fn drop_stages(&mut self, parts: &[Part]) {
+        for part in parts {
+            if matches!(part.state, PartState::Open | PartState::Early)
+                && let Some(engine) = self.engines.get_mut(usize::from(part.engine))
+            {
+                engine.drop_request(part.slot);
+            }
+        }
+    }
+
+    // ---- time ----
+
+    pub(super) fn tick<S: Sink + ?Sized>(&mut self, now_ns: u64, environment: &Environment, sink: &mut S) {
+        self.create_scopes(now_ns, environment, sink);
+        while let Some(due) = self.book.next_due(now_ns) {
+            self.due(due, environment, sink);
+        }
+        if now_ns >= self.next_scan_ns {
+            self.next_scan_ns = now_ns.saturating_add(TIMEOUT_SCAN_NS);
+            self.time_out(now_ns, environment, sink);
+        }
+        self.set_gauges(now_ns, environment, sink);
+    }
+
+    fn due<S: Sink + ?Sized>(&mut self, due: Due, environment: &Environment, sink: &mut S) {
+        let index = due.request;
+        let Some(request) = self.book.request(index) else {
+            return;
+        };
+        match due.task {
+            Task::Complete => {
+                // A stage that was given meanwhile puts the decision off until it finishes.
+                let decided_at = request
+                    .finish_ns
+                    .saturating_add(environment.limits.next_stage_grace_ns);
+                let is_over = usize::from(request.finished) >= request.parts.len();
+                if is_over && request.phase == Phase::Live && decided_at <= due.time_ns {
+                    self.complete(index, environment, sink);
+                }
+            }
+            Task::FinishEarly => {
+                let early: Vec<(usize, u32)> = request
+                    .parts
+                    .iter()
+                    .filter(|part| part.state == PartState::Early)
+                    .map(|part| (usize::from(part.engine), part.slot))
+                    .collect();
+                let context = self.context(environment);
+                for (engine, slot) in early {
+                    if let Some(engine) = self.engines.get_mut(engine) {
+                        engine.finish_early(slot, &mut self.book, &context, sink);
+                    }
+                }
+                self.settle(environment, sink);
+            }
+            Task::SettleAbort => {
+                let Phase::Aborting(aborting) = request.phase else {
+                    return;
+                };
+                let reason = if aborting.engine_died {
+                    Failure::StageError
+                } else if aborting.by_client {
+                    Failure::ClientDisconnect
+                } else {
+                    Failure::Unknown
+                };
+                self.fail(index, reason, due.time_ns, environment, sink);
+            }
+            Task::Forget => self.forget(index),
+        }
+    }
+
+    fn time_out<S: Sink + ?Sized>(&mut self, now_ns: u64, environment: &Environment, sink: &mut S) {
+        let last_ns = |part: &Part| {
+            let output_ns = match part.state {
+                PartState::Open | PartState::Early => self
+                    .engines
+                    .get(usize::from(part.engine))
+                    .and_then(|engine| engine.last_output_ns(part.slot)),
+                PartState::Pending | PartState::Finished => None,
+            };
+            output_ns.unwrap_or(0).max(part.added_ns)
+        };
+        let idle: Vec<u32> = self
+            .book
+            .requests
+            .iter()
+            .filter(|(_, request)| request.phase != Phase::Closed)
+            .filter(|(_, request)| {
+                let last_ns = request.parts.iter().map(last_ns).max().unwrap_or(0);
+                let last_ns = last_ns.max(request.finish_ns);
+                now_ns.saturating_sub(last_ns) > environment.limits.idle_timeout_ns
+            })
+            .filter_map(|(request, _)| u32::try_from(request).ok())
+            .collect();
+        for request in idle {
+            let family = if self.is_omni() {
+                Family::OmniE2eRequestLatencyS
+            } else {
+                Family::VllmE2eRequestLatencySeconds
+            };
+            sink.skip(family, "timed_out");
+            self.close(request, now_ns.saturating_add(environment.limits.linger_ns));
+        }
+    }
+
+    fn set_gauges<S: Sink + ?Sized>(&mut self, now_ns: u64, environment: &Environment, sink: &mut S) {
+        // The processes of a replica that runs data-parallel share its labels.
+        let mut totals: BTreeMap<ScopeId, Totals> = BTreeMap::new();
+        for (_, engine) in &self.engines {
+            let Some(scope) = engine.scope.filter(|_| engine.is_llm) else {
+                continue;
+            };
+            let snapshot = match engine.snapshot {
+                // With statistics off, all that is known is what the engine has answered for.
+                None => Snapshot {
+                    running: u64::try_from(engine.open()).unwrap_or(u64::MAX),
+                    ..Snapshot::default()
+                },
+                Some(snapshot)
+                    if engine.open() == 0
+                        && self.book.unclaimed == 0
+                        && now_ns.saturating_sub(snapshot.time_ns) > environment.limits.stale_snapshot_ns =>
+                {
+                    Snapshot::default()
+                }
+                Some(snapshot) => snapshot,
+            };
+            totals.entry(scope).or_default().add(&snapshot);
+        }
+        let mut waiting = 0;
+        for (&scope, total) in &totals {
+            Self::set_engine_gauges(scope, total, environment, sink);
+            if self.scope.is_some() {
+                sink.set(
+                    Family::OmniStageWaitingRequests,
+                    scope,
+                    ExtraId::NONE,
+                    as_f64(total.waiting),
+                );
+            }
+            waiting += total.waiting;
+        }
+        if let Some(scope) = self.scope {
+            let open = u64::try_from(self.open()).unwrap_or(u64::MAX);
+            let waiting = waiting.min(open);
+            let none = ExtraId::NONE;
+            sink.set(
+                Family::OmniNumRequestsRunning,
+                scope,
+                none,
+                as_f64(open - waiting),
+            );
+            sink.set(Family::OmniNumRequestsWaiting, scope, none, as_f64(waiting));
+        }
+    }
+
+    fn set_engine_gauges<S: Sink + ?Sized>(
+        scope: ScopeId,
+        totals: &Totals,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        let mut set = |family, extra, value| sink.set(family, scope, extra, value);
+        let none = ExtraId::NONE;
+        set(Family::VllmNumRequestsRunning, none, as_f64(totals.running));
+        let waiting = totals.waiting + totals.deferred;
+        set(Family::VllmNumRequestsWaiting, none, as_f64(waiting));
+        for (&extra, value) in environment
+            .labels
+            .waiting
+            .iter()
+            .zip([totals.waiting, totals.deferred])
+        {
+            set(Family::VllmNumRequestsWaitingByReason, extra, as_f64(value));
+        }
+        set(Family::VllmKvCacheUsagePerc, none, totals.kv_cache_usage());
+    }
+
+    fn set_sleep<S: Sink + ?Sized>(scope: ScopeId, sleep: Sleep, environment: &Environment, sink: &mut S) {
+        for (&extra, state) in environment.labels.sleep.iter().zip(Sleep::LABELLED) {
+            let value = f64::from(u8::from(state == sleep));
+            sink.set(Family::VllmEngineSleepState, scope, extra, value);
+        }
+    }
+}
+
+/// Gauges of the engines that share a scope.
+#[derive(Debug, Default)]
+struct Totals {
+    engines: u32,
+    running: u64,
+    waiting: u64,
+    deferred: u64,
+    kv_cache_usage: f64,
+}
+
+impl Totals {
+    fn add(&mut self, snapshot: &Snapshot) {
+        self.engines += 1;
+        self.running = self.running.saturating_add(snapshot.running);
+        self.waiting = self.waiting.saturating_add(snapshot.waiting);
+        self.deferred = self.deferred.saturating_add(snapshot.deferred);
+        self.kv_cache_usage += snapshot.kv_cache_usage;
+    }
+
+    /// The mean: the caches of a replica's ranks are equally large.
+    fn kv_cache_usage(&self) -> f64 {
+        if self.engines == 0 {
+            0.0
+        } else {
+            self.kv_cache_usage / f64::from(self.engines)
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! The state of everything that is watched: takes changes, messages and ticks, gives observations.
+
+use rustc_hash::FxHashMap;
+use slab::Slab;
+
+use super::{
+    labels::Labels,
+    sink::Sink,
+    state::{Environment, Kind, PipelineState},
+};
+use crate::{
+    host::identity::{Change, Pipeline, PipelineId, Process, ProcessKey},
+    wire::message::Message,
+};
+
+/// Times and caps of the state machines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Open requests of a pipeline; further ones are counted as skipped.
+    pub max_requests: usize,
+    /// How long a finished stage that is not the pipeline's last waits for the next stage's ADD.
+    pub next_stage_grace_ns: u64,
+    /// How long an abort waits for news of a dead engine before it counts as the client's.
+    pub abort_settle_ns: u64,
+    /// How long the id of a request that is over is remembered, so that its last outputs don't revive it.
+    pub linger_ns: u64,
+    /// A request without any message for this long is given up.
+    pub idle_timeout_ns: u64,
+    /// A scheduler snapshot older than this counts as nothing while nothing is open.
+    pub stale_snapshot_ns: u64,
+    /// An engine that was not seen starting gets its children after this time at the latest.
+    pub settle_engine_ns: u64,
+    /// An abort this soon after an output of a request with stop strings means that one was found.
+    pub stop_string_ns: u64,
+}
+
+const SECOND: u64 = 1_000_000_000;
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_requests: 65_536,
+            next_stage_grace_ns: 5 * SECOND,
+            abort_settle_ns: 2 * SECOND,
+            linger_ns: 60 * SECOND,
+            idle_timeout_ns: 1_800 * SECOND,
+            stale_snapshot_ns: 5 * SECOND,
+            settle_engine_ns: 5 * SECOND,
+            stop_string_ns: SECOND / 50,
+        }
+    }
+}
+
+/// Everything that is watched on this host.
+#[derive(Debug, Default)]
+pub struct Tracker {
+    limits: Limits,
+    wall_offset_ns: Option<i64>,
+    labels: Option<Labels>,
+    processes: FxHashMap<u32, Watched>,
+    by_id: FxHashMap<PipelineId, usize>,
+    pipelines: Slab<PipelineState>,
+}
+
+#[derive(Debug)]
+struct Watched {
+    process: Process,
+    /// Slot of its pipeline; `None`: not told yet.
+    pipeline: Option<usize>,
+    kind: Kind,
+}
+
+impl Tracker {
+    /// A tracker that watches nothing yet.
+    #[must_use]
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            ..Self::default()
+        }
+    }
+
+    /// Tells the wall clock less the monotonic clock in nanoseconds, to place arrival times. Without it a request's
+    /// start is the time of its ADD.
+    pub fn set_wall_offset(&mut self, offset_ns: i64) {
+        self.wall_offset_ns = Some(offset_ns);
+    }
+
+    /// Requests of a pipeline that some stage still has work for.
+    #[must_use]
+    pub fn open_requests(&self, pipeline: PipelineId) -> usize {
+        self.by_id
+            .get(&pipeline)
+            .and_then(|&slot| self.pipelines.get(slot))
+            .map_or(0, PipelineState::open)
+    }
+
+    /// Requests that are held in memory, open or lately over, over all pipelines.
+    #[must_use]
+    pub fn tracked_requests(&self) -> usize {
+        self.pipelines
+            .iter()
+            .map(|(_, state)| state.book.requests.len())
+            .sum()
+    }
+
+    /// What runs here has changed.
+    pub fn change<S: Sink + ?Sized>(&mut self, change: &Change, now_ns: u64, sink: &mut S) {
+        match change {
+            Change::Pipeline(pipeline) => self.pipeline(pipeline, now_ns, sink),
+            Change::Process(process) => self.process(process, now_ns, sink),
+            Change::ProcessGone(key) => self.process_gone(*key, now_ns, sink),
+            Change::PipelineGone(id) => self.pipeline_gone(*id, now_ns, sink),
+        }
+    }
+
+    /// Process `pid` sent `message` on `socket` at `time_ns`. Messages of processes that are not watched count as
+    /// nothing.
+    pub fn message<S: Sink + ?Sized>(
+        &mut self,
+        pid: u32,
+        socket: u64,
+        time_ns: u64,
+        message: &Message<'_>,
+        sink: &mut S,
+    ) {
+        let environment = self.environment(sink);
+        let Some(watched) = self.processes.get(&pid) else {
+            return;
+        };
+        let kind = watched.kind;
+        let Some(state) = watched.pipeline.and_then(|slot| self.pipelines.get_mut(slot)) else {
+            return;
+        };
+        match kind {
+            Kind::Api => state.api_message(pid, socket, time_ns, message, &environment, sink),
+            Kind::Engine(index) => state.engine_message(index, time_ns, message, &environment, sink),
+            Kind::Other => {}
+        }
+    }
+
+    /// Time has passed: settles what waited for it and sets the gauges. To be called about once a second and before
+    /// a scrape is answered.
+    pub fn tick<S: Sink + ?Sized>(&mut self, now_ns: u64, sink: &mut S) {
+        let environment = self.environment(sink);
+        for (_, state) in &mut self.pipelines {
+            state.tick(now_ns, &environment, sink);
+        }
+    }
+
+    fn environment<S: Sink + ?Sized>(&mut self, sink: &mut S) -> Environment {
+        Environment {
+            limits: self.limits,
+            labels: *self.labels.get_or_insert_with(|| Labels::new(sink)),
+            wall_offset_ns: self.wall_offset_ns,
+        }
+    }
+
+    fn pipeline<S: Sink + ?Sized>(&mut self, pipeline: &Pipeline, now_ns: u64, sink: &mut S) {
+        let environment = self.environment(sink);
+        let slot = if let Some(&slot) = self.by_id.get(&pipeline.id) {
+            slot
+        } else {
+            let slot = self.pipelines.insert(PipelineState::new(pipeline.clone()));
+            self.by_id.insert(pipeline.id, slot);
+            slot
+        };
+        let Some(state) = self.pipelines.get_mut(slot) else {
+            return;
+        };
+        state.pipeline = pipeline.clone();
+        for watched in self.processes.values_mut() {
+            if watched.pipeline.is_none() && watched.process.pipeline == pipeline.id {
+                watched.pipeline = Some(slot);
+                watched.kind = state.admit(&watched.process, now_ns);
+            }
+        }
+        state.create_scopes(now_ns, &environment, sink);
+    }
+
+    fn process<S: Sink + ?Sized>(&mut self, process: &Process, now_ns: u64, sink: &mut S) {
+        let environment = self.environment(sink);
+        if let Some(known) = self.processes.get_mut(&process.key.pid) {
+            if known.process.key == process.key && known.process.pipeline == process.pipeline {
+                let state = known.pipeline.and_then(|slot| self.pipelines.get_mut(slot));
+                if known.process.role == process.role {
+                    return;
+                }
+                if let (Kind::Engine(index), Some(state)) = (known.kind, state)
+                    && state.rename_engine(index, process.role)
+                {
+                    known.process.role = process.role;
+                    state.create_scopes(now_ns, &environment, sink);
+                    return;
+                }
+            }
+            let key = known.process.key;
+            self.process_gone(key, now_ns, sink);
+        }
+        let pipeline = self.by_id.get(&process.pipeline).copied();
+        let mut kind = Kind::Other;
+        if let Some(state) = pipeline.and_then(|slot| self.pipelines.get_mut(slot)) {
+            kind = state.admit(process, now_ns);
+            state.create_scopes(now_ns, &environment, sink);
+        }
+        self.processes.insert(
+            process.key.pid,
+            Watched {
+                process: process.clone(),
+                pipeline,
+                kind,
+            },
+        );
+    }
+
+    fn process_gone<S: Sink + ?Sized>(&mut self, key: ProcessKey, now_ns: u64, sink: &mut S) {
+        let is_it = |watched: &Watched| watched.process.key == key;
+        if !self.processes.get(&key.pid).is_some_and(is_it) {
+            return;
+        }
+        let Some(watched) = self.processes.remove(&key.pid) else {
+            return;
+        };
+        let environment = self.environment(sink);
+        let Some(state) = watched.pipeline.and_then(|slot| self.pipelines.get_mut(slot)) else {
+            return;
+        };
+        match watched.kind {
+            Kind::Api => state.api_gone(key.pid, now_ns, &environment, sink),
+            Kind::Engine(index) => state.engine_gone(index, now_ns, &environment, sink),
+            Kind::Other => {}
+        }
+    }
+
+    fn pipeline_gone<S: Sink + ?Sized>(&mut self, id: PipelineId, now_ns: u64, sink: &mut S) {
+        let Some(slot) = self.by_id.remove(&id) else {
+            return;
+        };
+        let Some(mut state) = self.pipelines.try_remove(slot) else {
+            return;
+        };
+        self.processes.retain(|_, watched| watched.pipeline != Some(slot));
+        let environment = self.environment(sink);
+        state.end(now_ns, &environment, sink);
+    }
+}
