@@ -28,8 +28,8 @@ use self::{
 };
 use crate::setup;
 
-/// What a server may take from its start to its first answer: two minutes on two cores, more on busy ones.
-const START: Duration = Duration::from_secs(600);
+/// What a server may take from its start to its first answer: two minutes on two free cores, many on busy ones.
+const START: Duration = Duration::from_mins(20);
 /// How long a page must stay the same before the server counts as at rest; statistics come once a second.
 const QUIET: Duration = Duration::from_secs(3);
 
@@ -262,7 +262,7 @@ pub(crate) fn at_rest(url: &str) -> Result<String> {
     let mut since = Instant::now();
     while since.elapsed() < QUIET {
         ensure!(
-            start.elapsed() < Duration::from_secs(120),
+            start.elapsed() < Duration::from_mins(2),
             "{url} still changes after two minutes"
         );
         std::thread::sleep(Duration::from_millis(500));
