@@ -53,6 +53,8 @@ def llama(folder: pathlib.Path) -> None:
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
     ).save_pretrained(folder)
+    # Last: its presence says that the model is whole.
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
 
 
 def audex(folder: pathlib.Path) -> None:

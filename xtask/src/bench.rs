@@ -7,13 +7,16 @@ mod real;
 mod render;
 mod stats;
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 use serde::Serialize;
 
-use crate::{setup, test::PYTHON_PACKAGES};
+use crate::{real::agent, setup, test::PYTHON_PACKAGES};
 
 /// Options of `cargo xtask bench`.
 #[derive(clap::Args)]
@@ -24,6 +27,9 @@ pub(crate) struct Args {
     /// Requests a side in the part `real`
     #[arg(long, default_value_t = 120, value_parser = clap::value_parser!(u16).range(10..=2000))]
     requests: u16,
+    /// The agent's program instead of a release build of this tree
+    #[arg(long)]
+    agent: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -95,6 +101,14 @@ impl Figure {
     }
 }
 
+/// Measures with the agent that was named, or a new release build.
+fn with_agent(args: &Args, measure: impl Fn(&Path) -> Result<Vec<Figure>>) -> Result<Vec<Figure>> {
+    match &args.agent {
+        Some(program) => measure(program),
+        None => measure(&agent::build()?),
+    }
+}
+
 /// A Python with msgspec, pyzmq and the Prometheus client: the one of the bundled pipeline.
 fn python() -> Result<PathBuf> {
     setup::venv("venv", PYTHON_PACKAGES)
@@ -124,10 +138,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         let figures = match bench {
             Bench::Hit => hit::measure(),
             Bench::Decode => decode::measure(),
-            Bench::Render => render::measure(&folder),
-            Bench::Memory => load::memory(&folder),
-            Bench::Idle => load::idle(&folder),
-            Bench::Real => real::measure(&folder, args.requests.into()),
+            Bench::Render => with_agent(args, |agent| render::measure(agent, &folder)),
+            Bench::Memory => with_agent(args, |agent| load::memory(agent, &folder)),
+            Bench::Idle => with_agent(args, |agent| load::idle(agent, &folder)),
+            Bench::Real => with_agent(args, |agent| real::measure(agent, &folder, args.requests.into())),
         };
         match figures {
             Ok(figures) => {

@@ -28,8 +28,8 @@ use self::{
 };
 use crate::setup;
 
-/// What a server may take from its start to its first answer: two minutes on two cores, more on busy ones.
-const START: Duration = Duration::from_secs(600);
+/// What a server may take from its start to its first answer: two minutes on two free cores, many on busy ones.
+const START: Duration = Duration::from_mins(20);
 /// How long a page must stay the same before the server counts as at rest; statistics come once a second.
 const QUIET: Duration = Duration::from_secs(3);
 
@@ -134,18 +134,18 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         println!("\n== {} ==", case.name());
         let folder = setup::target_dir().join("real").join(case.name());
         fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-        let right = one_case(case, args, &kit, agent.as_deref(), &folder)
-            .with_context(|| format!("case {}; its files are in {}", case.name(), folder.display()))?;
-        println!("  texts in {}", folder.display());
-        if !right {
-            failed.push(case.name());
+        match one_case(case, args, &kit, agent.as_deref(), &folder) {
+            Ok(true) => {}
+            Ok(false) => failed.push(format!("{} deviates", case.name())),
+            // The other cases are worth their time all the same.
+            Err(error) => {
+                println!("  {error:#}");
+                failed.push(format!("{} did not run", case.name()));
+            }
         }
+        println!("  files in {}", folder.display());
     }
-    ensure!(
-        failed.is_empty(),
-        "deviations without a reason in tests/real/parity.tsv: {}",
-        failed.join(", ")
-    );
+    ensure!(failed.is_empty(), "{}", failed.join(", "));
     Ok(())
 }
 
@@ -262,7 +262,7 @@ pub(crate) fn at_rest(url: &str) -> Result<String> {
     let mut since = Instant::now();
     while since.elapsed() < QUIET {
         ensure!(
-            start.elapsed() < Duration::from_secs(120),
+            start.elapsed() < Duration::from_mins(2),
             "{url} still changes after two minutes"
         );
         std::thread::sleep(Duration::from_millis(500));

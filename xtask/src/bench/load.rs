@@ -31,7 +31,7 @@ pub(super) struct Large {
 }
 
 impl Large {
-    pub(super) fn start(folder: &Path) -> Result<Self> {
+    pub(super) fn start(program: &Path, folder: &Path) -> Result<Self> {
         prepare()?;
         let scenario = json!({
             "forward": "finished",
@@ -50,7 +50,7 @@ impl Large {
             ]
         });
         let mut pipeline = Pipeline::start(Options::omni("large"), &scenario)?;
-        let agent = Agent::start(&agent::build()?, pipeline.pid(), &folder.join("agent.log"))?;
+        let agent = Agent::start(program, pipeline.pid(), &folder.join("agent.log"))?;
         pipeline.play()?;
         at_rest(&agent.metrics())?;
         Ok(Self { agent, pipeline })
@@ -94,8 +94,8 @@ fn prepare() -> Result<()> {
 
 /// Resident memory.
 #[expect(clippy::cast_precision_loss, reason = "megabytes and thousands")]
-pub(super) fn memory(folder: &Path) -> Result<Vec<Figure>> {
-    let mut large = Large::start(folder)?;
+pub(super) fn memory(program: &Path, folder: &Path) -> Result<Vec<Figure>> {
+    let mut large = Large::start(program, folder)?;
     let open = large.open()?;
     let page = large.agent.scrape()?;
     let bytes = resident(large.agent.pid()).context("no VmRSS")?;
@@ -113,7 +113,7 @@ pub(super) fn memory(folder: &Path) -> Result<Vec<Figure>> {
 }
 
 /// CPU beside an idle pipeline, without scrapes.
-pub(super) fn idle(folder: &Path) -> Result<Vec<Figure>> {
+pub(super) fn idle(program: &Path, folder: &Path) -> Result<Vec<Figure>> {
     prepare()?;
     let scenario = json!({
         "forward": "finished",
@@ -121,7 +121,7 @@ pub(super) fn idle(folder: &Path) -> Result<Vec<Figure>> {
         "phases": [{"requests": [{"stages": [{"tokens": 4}, {"chunks": [{"frames": 2400}]}]}]}]
     });
     let mut pipeline = Pipeline::start(Options::omni("idle"), &scenario)?;
-    let mut agent = Agent::start(&agent::build()?, pipeline.pid(), &folder.join("agent.log"))?;
+    let mut agent = Agent::start(program, pipeline.pid(), &folder.join("agent.log"))?;
     pipeline.play()?;
     at_rest(&agent.metrics())?;
     let before = run_time(agent.pid()).context("no schedstat")?;

@@ -35,8 +35,7 @@ struct Side {
 }
 
 /// `requests` a side, in blocks: without, with, with, without, and so on, so that a drift hits both alike.
-pub(super) fn measure(folder: &Path, requests: usize) -> Result<Vec<Figure>> {
-    let program = agent::build()?;
+pub(super) fn measure(program: &Path, folder: &Path, requests: usize) -> Result<Vec<Figure>> {
     let empty_hit = hit::empty_hit()?;
     let kit = Kit::install()?;
     let server = Server::start(&kit, Kind::Omni { log_stats: true }, &folder.join("server.log"))?;
@@ -48,7 +47,7 @@ pub(super) fn measure(folder: &Path, requests: usize) -> Result<Vec<Figure>> {
     let (mut runs, mut run_seconds) = (0.0, 0.0);
     for block in 0..requests.div_ceil(BLOCK) * 2 {
         if block % 4 == 1 || block % 4 == 2 {
-            let mut watcher = Agent::start(&program, server.process.pid(), &folder.join("agent.log"))?;
+            let mut watcher = Agent::start(program, server.process.pid(), &folder.join("agent.log"))?;
             let before = Exposition::parse(&watcher.scrape()?)?;
             one_block(&server, &mut with)?;
             let page = Exposition::parse(&watcher.scrape()?)?;

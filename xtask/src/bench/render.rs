@@ -23,9 +23,9 @@ const ROUNDS: usize = 5;
 /// Scrapes a round.
 const SCRAPES: usize = 200;
 
-pub(super) fn measure(folder: &Path) -> Result<Vec<Figure>> {
+pub(super) fn measure(program: &Path, folder: &Path) -> Result<Vec<Figure>> {
     let python = super::python()?;
-    let large = Large::start(folder)?;
+    let large = Large::start(program, folder)?;
     let page = large.agent.scrape()?;
     let count = lines(&page);
     ensure!(count >= MANY, "only {count} sample lines");

@@ -184,7 +184,7 @@ fn compare_family(name: &str, server: &Family, agent: &BTreeMap<Labels, Value>, 
             }
             (ours, theirs) => {
                 deviate(
-                    &labels,
+                    labels,
                     Part::Child,
                     None,
                     ours.size(),

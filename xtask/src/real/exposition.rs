@@ -165,7 +165,7 @@ impl Exposition {
     /// The sum of a family's children that have these labels; `None` if there is no such child.
     pub(crate) fn total(&self, family: &str, labels: &[(&str, &str)]) -> Option<f64> {
         self.matching(family, labels)
-            .map(|v| v.size())
+            .map(Value::size)
             .reduce(|a, b| a + b)
     }
 

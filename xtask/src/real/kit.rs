@@ -1,8 +1,8 @@
 //! The real servers: what is installed, where, and how each is started.
 
 use std::{
-    ffi::OsString,
-    path::{Path, PathBuf},
+    ffi::{OsStr, OsString},
+    path::PathBuf,
     process::{Command, Stdio},
 };
 
@@ -63,7 +63,7 @@ impl Kit {
         if venv.join("bin/vllm-omni").exists() {
             return Ok(());
         }
-        let python = python()?;
+        let python = python(std::env::var_os("PATH").unwrap_or_default().as_os_str())?;
         setup::debian(&[("/usr/bin/gcc", "gcc"), ("/usr/bin/nm", "binutils")])?;
         eprintln!(
             "xtask: installing vLLM 0.30.0, vLLM-Omni 0.30.0 and what they need from PyPI into {} (4 GB on disk, \
@@ -75,7 +75,7 @@ impl Kit {
             std::fs::remove_dir_all(&unfinished)
                 .with_context(|| format!("cannot remove {}", unfinished.display()))?;
         }
-        setup::run(Command::new(&python).args(["-m", "venv"]).arg(&unfinished))?;
+        setup::run(Command::new(python).args(["-m", "venv"]).arg(&unfinished))?;
         let inside = unfinished.join("bin/python");
         setup::run(Command::new(&inside).args([
             "-m",
@@ -205,31 +205,72 @@ pub(crate) fn files() -> PathBuf {
     setup::root().join("tests/real")
 }
 
-/// A Python 3.11 on PATH.
-fn python() -> Result<PathBuf> {
+/// The name of a Python 3.11 in these folders.
+fn python(path: &OsStr) -> Result<&'static str> {
     let mut found = Vec::new();
     for name in ["python3.11", "python3"] {
         let version = Command::new(name)
+            .env("PATH", path)
             .args(["-c", "import sys; print('%d.%d' % sys.version_info[:2])"])
             .stderr(Stdio::null())
             .output();
-        if let Ok(out) = version {
-            let version = String::from_utf8_lossy(&out.stdout).trim().to_owned();
-            if version == PYTHON {
-                return Ok(Path::new(name).to_path_buf());
+        match version {
+            Ok(out) if out.stdout.trim_ascii() == PYTHON.as_bytes() => return Ok(name),
+            Ok(out) if !out.stdout.is_empty() => {
+                found.push(format!(
+                    "{name} is {}",
+                    String::from_utf8_lossy(out.stdout.trim_ascii())
+                ));
             }
-            if !version.is_empty() {
-                found.push(format!("{name} is {version}"));
-            }
+            _ => {}
         }
     }
+    let found = if found.is_empty() {
+        "no python3 here".to_owned()
+    } else {
+        found.join(", ")
+    };
     bail!(
-        "the real servers need Python {PYTHON} ({}): install it so that `python{PYTHON}` is on PATH (Debian 12: \
-         python3 and python3-venv)",
-        if found.is_empty() {
-            "no python3 here".to_owned()
-        } else {
-            found.join(", ")
-        }
+        "the real servers need Python {PYTHON} ({found}): install it so that `python{PYTHON}` is on PATH (Debian 12: \
+         python3 and python3-venv)"
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::PermissionsExt};
+
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::exact(&[("python3.11", "3.11"), ("python3", "3.13")], Ok("python3.11"))]
+    #[case::the_systems(&[("python3", "3.11")], Ok("python3"))]
+    #[case::another(&[("python3", "3.13")], Err("python3 is 3.13"))]
+    #[case::none(&[], Err("no python3 here"))]
+    fn finds_python(#[case] have: &[(&str, &str)], #[case] want: Result<&str, &str>) {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, version) in have {
+            let file = folder.path().join(name);
+            fs::write(&file, format!("#!/bin/sh\necho {version}\n")).unwrap();
+            fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        match (python(folder.path().as_os_str()), want) {
+            (Ok(have), Ok(want)) => assert_eq!(have, want),
+            (Err(error), Err(want)) => assert!(error.to_string().contains(want), "{error}"),
+            (have, want) => panic!("{have:?} instead of {want:?}"),
+        }
+    }
+
+    #[test]
+    fn every_package_is_pinned() {
+        let text = fs::read_to_string(files().join("requirements.txt")).unwrap();
+        let loose: Vec<&str> = text
+            .lines()
+            .filter(|l| !l.starts_with('#') && l.split("==").count() != 2)
+            .collect();
+        assert!(loose.is_empty(), "{loose:?}");
+        assert!(text.contains("\nvllm-omni==0.30.0\n"));
+    }
 }
