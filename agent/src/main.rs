@@ -16,17 +16,12 @@ use omnitap::{
     config::{Config, Effective, Flags},
     host::scan::Settings as HostSettings,
     logging,
-    metrics::{
-        catalogue,
-        registry::Limits,
-        text::Format,
-    },
+    metrics::{catalogue, registry::Limits, text::Format},
     observer::Observer,
     pipeline::tracker::Limits as TrackerLimits,
-    record::{Entries, Entry, Item, Writer},
+    record::{Entries, Entry, Writer},
     serve::{Content, Server, Status},
     tap::Settings as TapSettings,
-
 };
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
@@ -41,14 +36,18 @@ fn main() -> ExitCode {
     };
     let done = match cli.command {
         Command::Run(flags) => with_config(&flags, |config| run(config, None)),
-        Command::Record { file, with_content, flags } => {
-            with_config(&flags, |config| run(config, Some((file.clone(), with_content))))
-        }
+        Command::Record {
+            file,
+            with_content,
+            flags,
+        } => with_config(&flags, |config| run(config, Some((file.clone(), with_content)))),
         Command::Check { json, flags } => with_config(&flags, |_| check(json)),
         Command::Config(flags) => return config(&flags),
-        Command::Families { markdown } => {
-            print(&if markdown { catalogue::markdown() } else { catalogue::list() })
-        }
+        Command::Families { markdown } => print(&if markdown {
+            catalogue::markdown()
+        } else {
+            catalogue::list()
+        }),
         Command::Replay { file, openmetrics } => replay(&file, openmetrics),
         Command::Version => print(&format!("omnitap {}\n", env!("CARGO_PKG_VERSION"))),
     };
@@ -84,7 +83,9 @@ fn config(flags: &Flags) -> ExitCode {
 /// Prints to standard output; a reader that has gone (`| head`) is no error.
 fn print(text: &str) -> Result<ExitCode> {
     match io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("cannot write to standard output"),
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(error).context("cannot write to standard output")
+        }
         _ => Ok(ExitCode::SUCCESS),
     }
 }
@@ -104,13 +105,27 @@ fn observer(config: &Config) -> Observer {
         retention: config.retention,
     };
     let next_stage_grace_ns = u64::try_from(config.grace.as_nanos()).unwrap_or(u64::MAX);
-    Observer::new(limits, TrackerLimits { next_stage_grace_ns, ..TrackerLimits::default() })
+    Observer::new(
+        limits,
+        TrackerLimits {
+            next_stage_grace_ns,
+            ..TrackerLimits::default()
+        },
+    )
 }
 
 fn check(json: bool) -> Result<ExitCode> {
     let report = check::run();
-    print(&if json { report.to_json()? } else { report.to_string() })?;
-    Ok(if report.works() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    print(&if json {
+        report.to_json()?
+    } else {
+        report.to_string()
+    })?;
+    Ok(if report.works() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 /// `omnitap run`, and `omnitap record` where a file is named.
@@ -127,8 +142,11 @@ fn run(config: &Config, recording: Option<(PathBuf, bool)>) -> Result<ExitCode> 
         let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
         let observer = observer(config);
         let status = Status::default();
-        let content =
-            Content { exposition: observer.exposition(), own: observer.own(), status: status.clone() };
+        let content = Content {
+            exposition: observer.exposition(),
+            own: observer.own(),
+            status: status.clone(),
+        };
         let server = Server::bind(&config.listen, config.max_connections, content).await?;
         for address in server.addresses() {
             info!("serving http://{address}/metrics");
@@ -139,7 +157,10 @@ fn run(config: &Config, recording: Option<(PathBuf, bool)>) -> Result<ExitCode> 
         };
         let settings = Settings {
             tap: tap_settings(config),
-            host: HostSettings { scan_interval: config.scan_interval, ..HostSettings::default() },
+            host: HostSettings {
+                scan_interval: config.scan_interval,
+                ..HostSettings::default()
+            },
             shutdown_timeout: config.shutdown_timeout,
         };
         let agent = Agent::start(&settings, observer, &status, recorder)?;
@@ -153,7 +174,9 @@ fn run(config: &Config, recording: Option<(PathBuf, bool)>) -> Result<ExitCode> 
                     _ = sample.tick() => agent.sample(),
                 }
                 if !agent.is_alive() {
-                    error!("a thread of the agent has ended: stopping, so that whoever watches it starts it anew");
+                    error!(
+                        "a thread of the agent has ended: stopping, so that whoever watches it starts it anew"
+                    );
                     failed = true;
                     break;
                 }
@@ -161,14 +184,23 @@ fn run(config: &Config, recording: Option<(PathBuf, bool)>) -> Result<ExitCode> 
         };
         server.run(watch, Duration::from_millis(200)).await;
         info!("stopping");
-        let left = tokio::task::spawn_blocking(move || agent.stop()).await.context("cannot stop the agent")?;
+        let left = tokio::task::spawn_blocking(move || agent.stop())
+            .await
+            .context("cannot stop the agent")?;
         if left > 0 {
-            warn!(left, "probes are still on their way out; they go with this process");
+            warn!(
+                left,
+                "probes are still on their way out; they go with this process"
+            );
         }
         if let Some(finish) = finish {
             finish()?;
         }
-        Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+        Ok(if failed {
+            ExitCode::FAILURE
+        } else {
+            ExitCode::SUCCESS
+        })
     })
 }
 
@@ -181,18 +213,19 @@ fn recorder(file: &Path, with_content: bool) -> Result<(Option<Recorder>, Option
     let shared = std::sync::Arc::new(parking_lot::Mutex::new(Some(writer)));
     let name = file.to_path_buf();
     let entries = std::sync::Arc::clone(&shared);
-    let recorder: Recorder = Box::new(move |mut entry: Entry| {
-        if !with_content && let Item::Frame(frame) = &mut entry.item {
-            let _ = frame;
-        }
-        match entries.lock().as_mut() {
-            Some(writer) => writer.entry(&entry),
+    let recorder = Recorder {
+        redact: !with_content,
+        entry: Box::new(move |entry: &Entry| match entries.lock().as_mut() {
+            Some(writer) => writer.entry(entry),
             None => Ok(()),
-        }
-    });
+        }),
+    };
     let finish: Finish = Box::new(move || {
         if let Some(writer) = shared.lock().take() {
-            writer.finish()?.flush().with_context(|| format!("cannot write {}", name.display()))?;
+            writer
+                .finish()?
+                .flush()
+                .with_context(|| format!("cannot write {}", name.display()))?;
         }
         Ok(())
     });
@@ -206,6 +239,13 @@ fn replay(file: &Path, openmetrics: bool) -> Result<ExitCode> {
         observer.replay(&entry.with_context(|| file.display().to_string())?);
     }
     let mut out = Vec::new();
-    observer.exposition().render_pipelines(&mut out, if openmetrics { Format::OpenMetrics } else { Format::Text });
+    observer.exposition().render_pipelines(
+        &mut out,
+        if openmetrics {
+            Format::OpenMetrics
+        } else {
+            Format::Text
+        },
+    );
     print(&String::from_utf8(out).context("the exposition is not UTF-8")?)
 }

@@ -104,7 +104,9 @@ fn own(scrape: &Scrape) -> String {
     scrape
         .text
         .lines()
-        .filter(|line| line.starts_with("omnitap_") && !line.contains("_bucket") && !line.contains("_source_state"))
+        .filter(|line| {
+            line.starts_with("omnitap_") && !line.contains("_bucket") && !line.contains("_source_state")
+        })
         .collect::<Vec<_>>()
         .join("\n")
 }

@@ -792,7 +792,10 @@ fn sampling_params<'a>(reader: &mut Reader<'a>, message: &mut Add<'a>) -> Result
 fn stop_strings(reader: &mut Reader<'_>) -> Result<bool, MsgpackError> {
     let first = reader.peek()?;
     reader.skip()?;
-    Ok(!matches!(first, marker::NIL | marker::EMPTY_STR | marker::EMPTY_ARRAY))
+    Ok(!matches!(
+        first,
+        marker::NIL | marker::EMPTY_STR | marker::EMPTY_ARRAY
+    ))
 }
 
 /// Where the elements of a request that follow its prompt lie in a frame's tail.
