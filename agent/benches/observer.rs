@@ -79,7 +79,7 @@ fn observer(flavor: Flavor, outputs: &[u8]) -> Observer {
     };
     let limits = Limits {
         max_series: 100_000,
-        retention: Duration::from_secs(900),
+        retention: Duration::from_mins(15),
     };
     let mut observer = Observer::new(limits, TrackerLimits::default());
     observer.wall_offset(0);

@@ -10,7 +10,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    io,
+    fs, io,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -24,6 +24,7 @@ use omnitap_ebpf::Counter as KernelCounter;
 use tracing::{error, info, warn};
 
 use crate::{
+    config::ModelName,
     host::{
         identity::{Change, Pipeline, PipelineId, ProcessKey},
         scan::{Host, Settings as HostSettings},
@@ -76,6 +77,8 @@ pub struct Settings {
     pub tap: Option<TapSettings>,
     /// Discovery.
     pub host: HostSettings,
+    /// Names for models that no command line tells, the first match counts.
+    pub model_names: Vec<ModelName>,
     /// Time that taking the probes off may take at the end.
     pub shutdown_timeout: Duration,
 }
@@ -159,6 +162,7 @@ impl Agent {
         };
         let discovery = Discovery {
             host: Host::new(settings.host.clone()),
+            model_names: settings.model_names.clone(),
             tap: tap.clone(),
             changes,
             attach,
@@ -422,6 +426,7 @@ impl Reading {
 /// The host thread.
 struct Discovery {
     host: Host,
+    model_names: Vec<ModelName>,
     tap: Option<Tap>,
     changes: Sender<Change>,
     attach: Sender<Attach>,
@@ -468,7 +473,10 @@ impl Discovery {
         }
     }
 
-    fn tell(&mut self, change: Change) {
+    fn tell(&mut self, mut change: Change) {
+        if let Change::Pipeline(pipeline) = &mut change {
+            self.name_model(pipeline);
+        }
         let mut attach = None;
         match &change {
             Change::Process(process) => {
@@ -519,6 +527,36 @@ impl Discovery {
             drop(self.attach.send(attach));
         }
     }
+}
+
+impl Discovery {
+    /// Takes the configured name for a model that the command line does not tell.
+    fn name_model(&self, pipeline: &mut Pipeline) {
+        if pipeline.model.is_some() || self.model_names.is_empty() {
+            return;
+        }
+        let command_lines = [Some(pipeline.root.pid), parent(pipeline.root.pid)]
+            .into_iter()
+            .flatten()
+            .filter_map(|pid| fs::read(format!("/proc/{pid}/cmdline")).ok())
+            .map(|line| String::from_utf8_lossy(&line).replace('\0', " "));
+        for line in command_lines {
+            if let Some(known) = self
+                .model_names
+                .iter()
+                .find(|known| line.contains(&known.pattern))
+            {
+                pipeline.model = Some(known.name.clone());
+                pipeline.served_model.get_or_insert_with(|| known.name.clone());
+                return;
+            }
+        }
+    }
+}
+
+fn parent(pid: u32) -> Option<u32> {
+    let process = procfs::process::Process::new(i32::try_from(pid).ok()?).ok()?;
+    u32::try_from(process.stat().ok()?.ppid).ok()
 }
 
 /// The attach thread.

@@ -3,7 +3,7 @@
 use std::{
     fs::File,
     io::{self, BufWriter, Write},
-    path::{Path, PathBuf},
+    path::Path,
     process::ExitCode,
     time::Duration,
 };
@@ -40,7 +40,7 @@ fn main() -> ExitCode {
             file,
             with_content,
             flags,
-        } => with_config(&flags, |config| run(config, Some((file.clone(), with_content)))),
+        } => with_config(&flags, |config| run(config, Some((&file, with_content)))),
         Command::Check { json, flags } => with_config(&flags, |_| check(json)),
         Command::Config(flags) => return config(&flags),
         Command::Families { markdown } => print(&if markdown {
@@ -129,7 +129,7 @@ fn check(json: bool) -> Result<ExitCode> {
 }
 
 /// `omnitap run`, and `omnitap record` where a file is named.
-fn run(config: &Config, recording: Option<(PathBuf, bool)>) -> Result<ExitCode> {
+fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
     logging::init(config.log_level, config.log_format);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -151,8 +151,8 @@ fn run(config: &Config, recording: Option<(PathBuf, bool)>) -> Result<ExitCode> 
         for address in server.addresses() {
             info!("serving http://{address}/metrics");
         }
-        let (recorder, finish) = match &recording {
-            Some((file, with_content)) => recorder(file, *with_content)?,
+        let (recorder, finish) = match recording {
+            Some((file, with_content)) => recorder(file, with_content)?,
             None => (None, None),
         };
         let settings = Settings {
@@ -161,6 +161,7 @@ fn run(config: &Config, recording: Option<(PathBuf, bool)>) -> Result<ExitCode> 
                 scan_interval: config.scan_interval,
                 ..HostSettings::default()
             },
+            model_names: config.model_names.clone(),
             shutdown_timeout: config.shutdown_timeout,
         };
         let agent = Agent::start(&settings, observer, &status, recorder)?;
