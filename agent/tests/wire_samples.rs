@@ -1,5 +1,11 @@
 //! Frames seen on the sockets of real servers, decoded through the public functions.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::similar_names,
+    reason = "a failed unwrap is a failed test; `decoder` and `decoded` are what they are called"
+)]
+
 use omnitap::{
     host::identity::{Flavor, Versions},
     wire::{

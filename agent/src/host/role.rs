@@ -229,7 +229,9 @@ pub fn embedder(args: &[String]) -> Serve {
         serve + 1
     } else {
         // Positional arguments of an unknown program are no model.
-        args.iter().position(|arg| arg.starts_with("--")).unwrap_or(args.len())
+        args.iter()
+            .position(|arg| arg.starts_with("--"))
+            .unwrap_or(args.len())
     };
     options(args.get(first..).unwrap_or_default())
 }
