@@ -1,6 +1,12 @@
 //! Nothing from outside makes the decoders panic; cut frames say the part of the truth that they hold; redaction takes
 //! content and nothing else.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::similar_names,
+    reason = "a failed unwrap is a failed test; `decoder` and `decoded` are what they are called"
+)]
+
 mod support;
 
 use omnitap::{
@@ -9,7 +15,7 @@ use omnitap::{
         assemble::{Content, Decoded, Decoder, FrameResult, FrameType},
         frame::Frame,
         message::{EngineOutputs, Message},
-        msgpack::Reader,
+        msgpack::{MsgpackError, Reader},
     },
 };
 use proptest::prelude::*;
@@ -262,7 +268,10 @@ fn bytes() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(byte, 0..200)
 }
 
-fn frames() -> impl Strategy<Value = Vec<(Vec<u8>, Vec<u8>, bool, bool, u64)>> {
+/// Head, tail, `more`, `aux`, bytes lost between.
+type Part = (Vec<u8>, Vec<u8>, bool, bool, u64);
+
+fn frames() -> impl Strategy<Value = Vec<Part>> {
     let part = (
         bytes(),
         bytes(),
@@ -319,7 +328,7 @@ proptest! {
         if end > 0 && Reader::new(&bytes).skip().is_ok() {
             for cut in 0..end {
                 let mut reader = Reader::of_head(&bytes[..cut], end as u64);
-                prop_assert!(reader.skip().is_err_and(|error| error.is_truncated()));
+                prop_assert!(reader.skip().is_err_and(MsgpackError::is_truncated));
             }
         }
     }

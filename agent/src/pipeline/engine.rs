@@ -17,7 +17,7 @@ use super::{
 use crate::{
     host::identity::Flavor,
     metrics::catalogue::Family,
-    wire::message::{EngineOutputs, FinishReason, Output, SchedulerStats},
+    wire::message::{EngineOutputs, FinishReason, KvWait, Output, SchedulerStats},
 };
 
 /// How long a request whose first output was read before its ADD waits for that ADD once it has finished.
@@ -248,6 +248,10 @@ impl Engine {
         let mut cursor = 0;
         self.next_order.clear();
         for output in &message.outputs {
+            // Before anything else: the transfer of a request's cache may end after the request.
+            if let Some(wait) = output.kv_wait {
+                kv_wait(wait, context, sink);
+            }
             let slot = match self.find(output.request_id, &mut cursor) {
                 Some(slot) => slot,
                 None => match self.admit(index, output, time_ns, book, context) {
@@ -271,7 +275,7 @@ impl Engine {
             stage.generated = stage.generated.saturating_add(output.new_tokens);
             let was_prefilling = stage.prefilling;
             if was_prefilling || !is_plain(output) {
-                self.special(slot, scope, output, now, time_ns, &mut batch, book, context, sink);
+                self.special(slot, scope, output, now, time_ns, &mut batch, book, sink);
             }
             let Some(stage) = self.slots.get_mut(slot as usize) else {
                 continue;
@@ -338,8 +342,9 @@ impl Engine {
                 None => return Admission::Ignored,
             }
         } else {
-            // A bare finish of an unknown request answers an abort that is over, or one from before the agent.
-            if output.new_tokens == 0 && output.finish_reason.is_some() && output.audio.is_none() {
+            // Nothing new of an unknown request: the answer to an abort that is over, or one from before the agent, or
+            // news of a cache's transfer.
+            if output.new_tokens == 0 && output.prefill.is_none() && output.audio.is_none() {
                 return Admission::Ignored;
             }
             if book.is_recent(output.request_id) {
@@ -395,23 +400,11 @@ impl Engine {
         time_ns: u64,
         batch: &mut Batch,
         book: &mut Book,
-        context: &Context<'_>,
         sink: &mut S,
     ) {
         let Some(stage) = self.slots.get_mut(slot as usize) else {
             return;
         };
-        if let Some(wait) = output.kv_wait
-            && let Some(pipeline_scope) = context.pipeline_scope
-            && is_duration(wait.seconds)
-        {
-            let connector = sink.extra(&[if wait.connector_type.is_empty() {
-                "unknown"
-            } else {
-                wait.connector_type
-            }]);
-            sink.observe(Family::OmniKvWaitS, pipeline_scope, connector, wait.seconds, 1);
-        }
         stage.corrupted |= output.nans_in_logits > 0;
         let events = &output.events;
         if let Some(queued) = events.queued {
@@ -845,11 +838,20 @@ fn is_duration(value: f64) -> bool {
     (0.0..MAX_SAMPLE).contains(&value)
 }
 
+/// A completed wait for the transfer of a request's cache.
+fn kv_wait<S: Sink + ?Sized>(wait: KvWait<'_>, context: &Context<'_>, sink: &mut S) {
+    if let Some(scope) = context.pipeline_scope
+        && is_duration(wait.seconds)
+    {
+        let connector = sink.extra(&[wait.connector_type]);
+        sink.observe(Family::OmniKvWaitS, scope, connector, wait.seconds, 1);
+    }
+}
+
 /// A token and nothing else.
 fn is_plain(output: &Output<'_>) -> bool {
     output.prefill.is_none()
         && output.audio.is_none()
-        && output.kv_wait.is_none()
         && output.nans_in_logits == 0
         && output.events.preemptions == 0
         && output.events.queued.is_none()
@@ -927,7 +929,14 @@ impl Stage {
             View::Whole | View::Summed => Ok(f64::from(value)),
             View::Rest => Err("start_not_seen"),
         };
-        sample(Family::VllmRequestNumPreemptions, whole(self.preemptions));
+        // A request that was never scheduled was never preempted: its events are missing with statistics off alone.
+        let has_events = !(self.queued.is_nan() && self.scheduled.is_nan());
+        let preemptions = if has_events {
+            whole(self.preemptions)
+        } else {
+            Err("no_events")
+        };
+        sample(Family::VllmRequestNumPreemptions, preemptions);
         sample(Family::VllmRequestGenerationTokens, whole(self.generated));
         let prompt_tokens = if part.prompt_tokens == UNKNOWN {
             Err("no_prompt_length")

@@ -86,7 +86,12 @@ const AUDIO: Rule = Keys(&[
     (b"sampling_rate", Keep),
     (b"sr", Keep),
 ]);
-const SAMPLING: Rule = Keys(&[(b"max_tokens", Keep), (b"n", Keep)]);
+const SAMPLING: Rule = Keys(&[
+    (b"max_tokens", Keep),
+    (b"n", Keep),
+    (b"output_kind", Keep),
+    (b"stop", Blank),
+]);
 const START_UP: Rule = Keys(&[
     (b"max_model_len", Keep),
     (b"vllm_version", Keep),
