@@ -243,6 +243,12 @@ impl Counter {
         }
     }
 
+    /// Whether it counts hits of the frame probe that went as they should.
+    #[must_use]
+    pub fn is_hit(self) -> bool {
+        matches!(self, Self::Captured | Self::Aux | Self::Short | Self::Unwatched)
+    }
+
     /// Whether it counts something that the agent should have got and did not.
     #[must_use]
     pub fn is_loss(self) -> bool {

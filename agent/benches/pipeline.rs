@@ -44,7 +44,7 @@ const API: u32 = 100;
 const ENGINE: u32 = 200;
 const SOCKET: u64 = 0x7f00_1234_5678;
 
-fn tracker() -> Tracker {
+fn idle_tracker() -> Tracker {
     let key = |pid| ProcessKey { pid, start_ticks: 1 };
     let process = |pid, role| {
         Change::Process(Process {
@@ -121,7 +121,7 @@ fn last(id: &str) -> Output<'_> {
 
 /// A tracker in which all of `ids` are in their decode phase.
 fn decoding(ids: &[String]) -> Tracker {
-    let mut tracker = tracker();
+    let mut tracker = idle_tracker();
     for id in ids {
         add(&mut tracker, id);
     }
@@ -172,7 +172,7 @@ fn state(criterion: &mut Criterion) {
     group.throughput(Throughput::Elements(1));
     group.bench_function("whole_request_of_3_messages", |bencher| {
         bencher.iter_batched(
-            tracker,
+            idle_tracker,
             |mut tracker| {
                 for id in &one {
                     add(&mut tracker, id);

@@ -1,1 +1,631 @@
-//! The running agent: threads, attachment of new processes, and the reader that feeds the pipeline state.
+//! The running agent: threads, attachment of new processes, and the reader that feeds the observer.
+//!
+//! ```text
+//! kernel -> ring buffer -> reader thread: Observer (decode, state, registry)
+//!                            |  exec, fork, exit            ^ changes
+//!                            v                              |
+//!                          host thread: /proc scans, roles -+-> attach thread: probes on, probes off
+//! tokio: HTTP, and a timer that copies the tap's own counters into omnitap_* families
+//! ```
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs, io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use omnitap_ebpf::Counter as KernelCounter;
+use tracing::{error, info, warn};
+
+use crate::{
+    config::ModelName,
+    host::{
+        identity::{Change, Pipeline, PipelineId, ProcessKey},
+        scan::{Host, Settings as HostSettings},
+    },
+    metrics::{catalogue::Family, own::Own},
+    observer::{Observer, Taken},
+    record::{Entry, Item, OwnedFrame, RecordError},
+    serve::{Status, TapState},
+    tap::{
+        AttachError, Attached, Event, FailureReason, Reader, Settings as TapSettings, SiteKind, Tap, TapError,
+    },
+    warn_limited,
+    wire::{assemble::FrameType, frame::Frame},
+};
+
+/// Longest time that a frame waits in the ring before it is read.
+const READ_INTERVAL: Duration = Duration::from_millis(50);
+/// Frames taken from the ring before changes and ticks get their turn.
+const READ_BATCH: usize = 4096;
+/// Time between ticks of the state machines.
+const TICK: Duration = Duration::from_secs(1);
+/// A child appears in /proc a moment after the fork is reported, and gets its title later still.
+const FORK_PAUSE: Duration = Duration::from_millis(20);
+/// Waits between attempts to attach where the failure may pass: a library that is not mapped yet.
+const RETRY: [Duration; 7] = [
+    Duration::from_millis(200),
+    Duration::from_millis(500),
+    Duration::from_secs(1),
+    Duration::from_secs(2),
+    Duration::from_secs(5),
+    Duration::from_secs(10),
+    Duration::from_secs(30),
+];
+
+/// Why the agent can't start.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    /// The tap can't be loaded.
+    #[error("the tap can't work here (`omnitap check` says what is missing, `--no-ebpf` goes without): {0}")]
+    Tap(#[from] TapError),
+    /// A thread can't be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(#[from] io::Error),
+}
+
+/// What the agent is to do.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// `None`: no eBPF.
+    pub tap: Option<TapSettings>,
+    /// Discovery.
+    pub host: HostSettings,
+    /// Names for models that no command line tells, the first match counts.
+    pub model_names: Vec<ModelName>,
+    /// Time that taking the probes off may take at the end.
+    pub shutdown_timeout: Duration,
+}
+
+/// Takes one entry of a recording.
+pub type EntrySink = Box<dyn FnMut(&Entry) -> Result<(), RecordError> + Send>;
+
+/// Takes what the reader sees, in order, for a recording.
+pub struct Recorder {
+    /// Whether token ids, text and tensors are blanked.
+    pub redact: bool,
+    /// Where entries go.
+    pub entry: EntrySink,
+}
+
+/// A running agent; [`Agent::stop`] ends it.
+pub struct Agent {
+    tap: Option<Tap>,
+    bpf_stats: bool,
+    own: Own,
+    stop: Arc<AtomicBool>,
+    reader: JoinHandle<()>,
+    /// Host and attach thread.
+    finders: [JoinHandle<()>; 2],
+    notices: Sender<Notice>,
+    shutdown_timeout: Duration,
+}
+
+/// News for the host thread.
+enum Notice {
+    Exec(u32),
+    Fork,
+    Exit(u32),
+    Stop,
+}
+
+/// Work for the attach thread.
+enum Attach {
+    On(ProcessKey),
+    Off(ProcessKey),
+    FirstScanDone,
+}
+
+impl Agent {
+    /// Loads the tap and starts the threads. `status` turns ready after the first scan, when what it found has its
+    /// probes.
+    pub fn start(
+        settings: &Settings,
+        observer: Observer,
+        status: &Status,
+        recorder: Option<Recorder>,
+    ) -> Result<Self, AgentError> {
+        let (tap, reader) = match &settings.tap {
+            Some(tap_settings) => {
+                let (tap, reader) = Tap::load(tap_settings)
+                    .inspect_err(|source| status.set_tap(TapState::Failed(source.to_string())))?;
+                for (tracepoint, source) in tap.missing_tracepoints() {
+                    warn!(tracepoint, error = %source, "no news of processes from the kernel: scans alone find them");
+                }
+                (Some(tap), Some(reader))
+            }
+            None => (None, None),
+        };
+        status.set_tap(if tap.is_some() {
+            TapState::Up
+        } else {
+            TapState::Off
+        });
+
+        let own = observer.own();
+        let stop = Arc::new(AtomicBool::new(false));
+        let (notices, notices_rx) = channel();
+        let (changes, changes_rx) = channel();
+        let (attach, attach_rx) = channel();
+        let reading = Reading {
+            observer,
+            changes: changes_rx,
+            notices: notices.clone(),
+            recorder,
+            next_tick: Instant::now(),
+        };
+        let discovery = Discovery {
+            host: Host::new(settings.host.clone()),
+            model_names: settings.model_names.clone(),
+            tap: tap.clone(),
+            changes,
+            attach,
+            status: status.clone(),
+            pipelines: BTreeMap::new(),
+        };
+        let attacher = Attacher {
+            tap: tap.clone(),
+            attached: HashMap::new(),
+            retries: BTreeMap::new(),
+            status: status.clone(),
+        };
+        let reader_stop = Arc::clone(&stop);
+        Ok(Self {
+            bpf_stats: settings.tap.is_some_and(|tap| tap.bpf_stats),
+            own,
+            reader: spawn("omnitap-reader", move || reading.run(reader, &reader_stop))?,
+            finders: [
+                spawn("omnitap-host", move || discovery.run(&notices_rx))?,
+                spawn("omnitap-attach", move || attacher.run(&attach_rx))?,
+            ],
+            tap,
+            stop,
+            notices,
+            shutdown_timeout: settings.shutdown_timeout,
+        })
+    }
+
+    /// Copies what the tap and the kernel count into the agent's own families. Every few seconds is right.
+    pub fn sample(&self) {
+        self.own.sample_process();
+        let Some(tap) = &self.tap else { return };
+        let own = &self.own;
+        let stats = tap.stats();
+        for (reason, count) in FailureReason::ALL.iter().zip(stats.failures) {
+            own.set_total(Family::OmnitapProbeFailuresTotal, &[reason.name()], to_f64(count));
+        }
+        for (site, count) in SiteKind::ALL.iter().zip(stats.attached) {
+            own.set_total(Family::OmnitapProbesAttachedTotal, &[site.name()], to_f64(count));
+        }
+        own.set(
+            Family::OmnitapProbedProcesses,
+            &[],
+            to_f64(stats.processes as u64),
+        );
+        let (unread, size) = tap.ring_fill();
+        own.set(Family::OmnitapRingBufferUnreadBytes, &[], to_f64(unread as u64));
+        own.set(Family::OmnitapRingBufferSizeBytes, &[], f64::from(size));
+        own.set_total(Family::OmnitapProbeAttachesTotal, &[], to_f64(stats.attaches));
+        own.set_total(
+            Family::OmnitapProbeAttachSecondsTotal,
+            &[],
+            stats.attach_time.as_secs_f64(),
+        );
+        own.set_total(Family::OmnitapProbeDetachesTotal, &[], to_f64(stats.detaches));
+        own.set_total(
+            Family::OmnitapProbeDetachSecondsTotal,
+            &[],
+            stats.detach_time.as_secs_f64(),
+        );
+        let received = [
+            ("frame", stats.reader.frames),
+            ("frame_retry", stats.reader.retries),
+            ("process", stats.reader.process_events),
+        ];
+        for (kind, count) in received {
+            own.set_total(Family::OmnitapEventsReceivedTotal, &[kind], to_f64(count));
+        }
+        own.set_total(
+            Family::OmnitapEventsLostTotal,
+            &["malformed"],
+            to_f64(stats.reader.malformed),
+        );
+        match tap.counters() {
+            Ok(counters) => {
+                for counter in KernelCounter::ALL {
+                    let family = if counter.is_loss() {
+                        Family::OmnitapEventsLostTotal
+                    } else if counter.is_hit() {
+                        Family::OmnitapProbeHitsTotal
+                    } else {
+                        continue;
+                    };
+                    own.set_total(family, &[counter.as_str()], to_f64(counters.get(counter)));
+                }
+            }
+            Err(source) => warn_limited!((), error = %source, "the kernel's counters can't be read"),
+        }
+        if self.bpf_stats {
+            for program in tap.programs() {
+                own.set_total(
+                    Family::OmnitapBpfRunSecondsTotal,
+                    &[program.name],
+                    program.run_time.as_secs_f64(),
+                );
+                own.set_total(
+                    Family::OmnitapBpfRunsTotal,
+                    &[program.name],
+                    to_f64(program.run_count),
+                );
+            }
+        }
+    }
+
+    /// Whether all threads still run: one that ended took its part of the work with it.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        !self.reader.is_finished() && !self.finders.iter().any(JoinHandle::is_finished)
+    }
+
+    /// Takes all probes off, reads what is left in the ring and ends the threads. Returns how many probes were still
+    /// on when the time ran out; those go with the process.
+    #[must_use = "probes that are still on"]
+    pub fn stop(self) -> usize {
+        let start = Instant::now();
+        // The attach thread ends with the host thread: nothing is attached from there on. One that hangs in the
+        // kernel must not hold up the end.
+        drop(self.notices.send(Notice::Stop));
+        while !self.finders.iter().all(JoinHandle::is_finished) && start.elapsed() < self.shutdown_timeout / 2
+        {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let left = self.tap.map_or(0, |tap| {
+            tap.detach_all(self.shutdown_timeout.saturating_sub(start.elapsed()))
+        });
+        self.stop.store(true, Ordering::Release);
+        if self.reader.join().is_err() {
+            error!("the reader thread has panicked");
+        }
+        left
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "counts stay far below 2^53")]
+fn to_f64(count: u64) -> f64 {
+    count as f64
+}
+
+fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(name.to_owned()).spawn(body)
+}
+
+/// `CLOCK_MONOTONIC` in nanoseconds, the clock of the frames.
+fn monotonic_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
+    seconds
+        .saturating_mul(1_000_000_000)
+        .saturating_add(u64::try_from(now.tv_nsec).unwrap_or(0))
+}
+
+/// Wall clock less `CLOCK_MONOTONIC` in nanoseconds.
+fn wall_offset_ns() -> i64 {
+    let wall = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_nanos());
+    let offset = i128::try_from(wall).unwrap_or(i128::MAX) - i128::from(monotonic_ns());
+    i64::try_from(offset).unwrap_or(0)
+}
+
+/// The reader thread.
+struct Reading {
+    observer: Observer,
+    changes: Receiver<Change>,
+    notices: Sender<Notice>,
+    recorder: Option<Recorder>,
+    next_tick: Instant,
+}
+
+impl Reading {
+    fn run(mut self, mut reader: Option<Reader>, stop: &AtomicBool) {
+        while !stop.load(Ordering::Acquire) {
+            self.take_changes();
+            self.tick_if_due();
+            let timeout = READ_INTERVAL.min(self.next_tick.saturating_duration_since(Instant::now()));
+            match &mut reader {
+                Some(open) => {
+                    if let Err(source) = open.drain(timeout, READ_BATCH, |event| self.event(event)) {
+                        error!(error = %source, "the ring buffer can't be read any more: no frames from here on");
+                        reader = None;
+                    }
+                }
+                None => std::thread::sleep(timeout),
+            }
+        }
+        // What was sent before the probes went off.
+        if let Some(open) = &mut reader {
+            while matches!(
+                open.drain(Duration::ZERO, READ_BATCH, |event| self.event(event)),
+                Ok(1..)
+            ) {}
+        }
+    }
+
+    fn take_changes(&mut self) {
+        loop {
+            match self.changes.try_recv() {
+                Ok(change) => {
+                    let now_ns = monotonic_ns();
+                    self.record(now_ns, || Item::Change(change.clone()));
+                    self.observer.change(&change, now_ns);
+                }
+                Err(TryRecvError::Empty | TryRecvError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn tick_if_due(&mut self) {
+        let now = Instant::now();
+        if now < self.next_tick {
+            return;
+        }
+        self.next_tick = now + TICK;
+        let (now_ns, offset) = (monotonic_ns(), wall_offset_ns());
+        self.record(now_ns, || Item::WallOffset(offset));
+        self.observer.wall_offset(offset);
+        self.record(now_ns, || Item::Tick);
+        self.observer.tick(now_ns);
+    }
+
+    fn event(&mut self, event: Event<'_>) {
+        match event {
+            Event::Frame(frame) => {
+                let mut taken = self.observer.frame(&frame);
+                if taken == Taken::Unknown {
+                    // The probe went on after its change was sent: the change is here by now.
+                    self.take_changes();
+                    taken = self.observer.frame(&frame);
+                }
+                match taken {
+                    Taken::Known(kind) => self.record_frame(kind, &frame),
+                    Taken::Unknown => self.observer.stranger(),
+                }
+            }
+            // The host thread is there as long as this one; after its end news are of no use.
+            Event::Exec { pid, .. } => drop(self.notices.send(Notice::Exec(pid))),
+            Event::Fork { .. } => drop(self.notices.send(Notice::Fork)),
+            Event::Exit { pid, .. } => drop(self.notices.send(Notice::Exit(pid))),
+        }
+    }
+
+    fn record_frame(&mut self, kind: FrameType, frame: &Frame<'_>) {
+        let Some(recorder) = &self.recorder else { return };
+        let mut owned = OwnedFrame::new(frame);
+        if recorder.redact {
+            self.observer.redact(kind, &mut owned);
+        }
+        self.record(frame.time_ns, || Item::Frame(owned));
+    }
+
+    fn record(&mut self, t: u64, item: impl FnOnce() -> Item) {
+        if let Some(recorder) = &mut self.recorder
+            && let Err(source) = (recorder.entry)(&Entry { t, item: item() })
+        {
+            error!(error = %source, "recording ends here");
+            self.recorder = None;
+        }
+    }
+}
+
+/// The host thread.
+struct Discovery {
+    host: Host,
+    model_names: Vec<ModelName>,
+    tap: Option<Tap>,
+    changes: Sender<Change>,
+    attach: Sender<Attach>,
+    status: Status,
+    pipelines: BTreeMap<PipelineId, Pipeline>,
+}
+
+impl Discovery {
+    fn run(mut self, notices: &Receiver<Notice>) {
+        let mut next_scan = Instant::now();
+        let mut first = true;
+        loop {
+            let found = match notices.recv_timeout(next_scan.saturating_duration_since(Instant::now())) {
+                Ok(Notice::Exec(pid)) => self.host.examine(pid),
+                Ok(Notice::Exit(pid)) => Ok(self.host.gone(pid)),
+                Ok(Notice::Fork) => {
+                    next_scan = next_scan.min(Instant::now() + FORK_PAUSE);
+                    continue;
+                }
+                Ok(Notice::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+                Err(RecvTimeoutError::Timeout) => {
+                    let found = self.host.scan();
+                    next_scan = Instant::now() + self.host.next_look();
+                    found
+                }
+            };
+            match found {
+                Ok(changes) => {
+                    if !changes.is_empty() {
+                        next_scan = next_scan.min(Instant::now() + self.host.next_look());
+                    }
+                    for change in changes {
+                        self.tell(change);
+                    }
+                    if std::mem::take(&mut first) {
+                        drop(self.attach.send(Attach::FirstScanDone));
+                    }
+                }
+                Err(source) => {
+                    warn_limited!((), error = %source, "processes can't be looked at");
+                    next_scan = Instant::now() + Duration::from_secs(1);
+                }
+            }
+        }
+    }
+
+    fn tell(&mut self, mut change: Change) {
+        if let Change::Pipeline(pipeline) = &mut change {
+            self.name_model(pipeline);
+        }
+        let mut attach = None;
+        match &change {
+            Change::Process(process) => {
+                let pid = process.key.pid;
+                info!(pid, role = ?process.role, pipeline = process.pipeline.0, "process");
+                if let Some(tap) = &self.tap
+                    && let Err(source) = tap.watch(pid)
+                {
+                    warn!(pid, error = %source, "the kernel won't tell of its forks and its end: scans will");
+                }
+                attach = Some(if process.role.is_tapped() {
+                    Attach::On(process.key)
+                } else {
+                    Attach::Off(process.key)
+                });
+            }
+            Change::ProcessGone(key) => {
+                info!(pid = key.pid, "process has ended");
+                if let Some(tap) = &self.tap {
+                    // Fails where the pid was not watched: then there is nothing to undo.
+                    drop(tap.unwatch(key.pid));
+                }
+                attach = Some(Attach::Off(*key));
+            }
+            Change::Pipeline(pipeline) => {
+                let Pipeline {
+                    id,
+                    flavor,
+                    model,
+                    versions,
+                    ..
+                } = pipeline;
+                info!(pipeline = id.0, ?flavor, model, ?versions, "pipeline");
+                self.pipelines.insert(*id, pipeline.clone());
+                self.status
+                    .set_pipelines(self.pipelines.values().cloned().collect());
+            }
+            Change::PipelineGone(id) => {
+                info!(pipeline = id.0, "pipeline has ended");
+                self.pipelines.remove(id);
+                self.status
+                    .set_pipelines(self.pipelines.values().cloned().collect());
+            }
+        }
+        // The change goes first: the reader looks for it when a frame comes from a process it does not know.
+        drop(self.changes.send(change));
+        if let Some(attach) = attach {
+            drop(self.attach.send(attach));
+        }
+    }
+}
+
+impl Discovery {
+    /// Takes the configured name for a model that the command line does not tell.
+    fn name_model(&self, pipeline: &mut Pipeline) {
+        if pipeline.model.is_some() || self.model_names.is_empty() {
+            return;
+        }
+        let command_lines = [Some(pipeline.root.pid), parent(pipeline.root.pid)]
+            .into_iter()
+            .flatten()
+            .filter_map(|pid| fs::read(format!("/proc/{pid}/cmdline")).ok())
+            .map(|line| String::from_utf8_lossy(&line).replace('\0', " "));
+        for line in command_lines {
+            if let Some(known) = self
+                .model_names
+                .iter()
+                .find(|known| line.contains(&known.pattern))
+            {
+                pipeline.model = Some(known.name.clone());
+                pipeline.served_model.get_or_insert_with(|| known.name.clone());
+                return;
+            }
+        }
+    }
+}
+
+fn parent(pid: u32) -> Option<u32> {
+    let process = procfs::process::Process::new(i32::try_from(pid).ok()?).ok()?;
+    u32::try_from(process.stat().ok()?.ppid).ok()
+}
+
+/// The attach thread.
+struct Attacher {
+    tap: Option<Tap>,
+    attached: HashMap<ProcessKey, Attached>,
+    /// Processes to be tried again, by when, with the number of attempts so far.
+    retries: BTreeMap<(Instant, ProcessKey), usize>,
+    status: Status,
+}
+
+impl Attacher {
+    fn run(mut self, work: &Receiver<Attach>) {
+        loop {
+            let next = match self.retries.first_key_value() {
+                Some(((due, _), _)) => work.recv_timeout(due.saturating_duration_since(Instant::now())),
+                None => work.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match next {
+                Ok(Attach::On(key)) => {
+                    if !self.attached.contains_key(&key)
+                        && !self.retries.keys().any(|(_, waiting)| *waiting == key)
+                    {
+                        self.on(key, 0);
+                    }
+                }
+                Ok(Attach::Off(key)) => {
+                    self.retries.retain(|(_, waiting), _| *waiting != key);
+                    // Dropping takes the probes off on a thread of the tap's.
+                    drop(self.attached.remove(&key));
+                }
+                Ok(Attach::FirstScanDone) => self.status.set_scanned(),
+                Err(RecvTimeoutError::Timeout) => {
+                    if let Some(((_, key), attempts)) = self.retries.pop_first() {
+                        self.on(key, attempts);
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn on(&mut self, key: ProcessKey, attempts: usize) {
+        let Some(tap) = &self.tap else { return };
+        match tap.attach(key) {
+            Ok(attached) => {
+                for probe in attached.probes() {
+                    let (path, site) = (&probe.path, probe.kind.name());
+                    info!(pid = key.pid, path, offset = probe.offset, site, "probe on");
+                    if probe.kind == SiteKind::Slow {
+                        warn!(
+                            path,
+                            "no cheap instruction to probe in this file: a hit costs some 9 us, not 0.5 us"
+                        );
+                    }
+                }
+                self.attached.insert(key, attached);
+            }
+            // Its end is on its way.
+            Err(AttachError::Gone) => {}
+            Err(source) if source.is_transient() => {
+                let pause = RETRY.get(attempts).or(RETRY.last()).copied().unwrap_or_default();
+                // A process that starts maps libzmq late: only a longer wait is worth a line.
+                if attempts >= RETRY.len() / 2 {
+                    warn_limited!(key.pid, pid = key.pid, error = %source, "no probe yet, trying again");
+                }
+                self.retries.insert((Instant::now() + pause, key), attempts + 1);
+            }
+            Err(source) => warn!(pid = key.pid, error = %source, "no probe on this process"),
+        }
+    }
+}

@@ -10,6 +10,7 @@ pub mod config;
 pub mod host;
 pub mod logging;
 pub mod metrics;
+pub mod observer;
 pub mod pipeline;
 pub mod record;
 pub mod serve;

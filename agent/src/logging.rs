@@ -56,6 +56,9 @@ pub const REPEAT_AFTER: Duration = Duration::from_mins(1);
 /// Keys that one call site tells apart; those beyond it share one, so that hostile input can't fill memory.
 const MAX_KEYS: usize = 256;
 
+/// The hash under which further keys are counted together.
+const SHARED_KEY: u64 = u64::MAX;
+
 /// Lets an event through once an interval for each key. One for each call site: see [`warn_limited!`](crate::warn_limited).
 #[derive(Debug)]
 pub struct RateLimit {
@@ -90,7 +93,7 @@ impl RateLimit {
         if seen.len() >= MAX_KEYS && !seen.contains_key(&key) {
             seen.retain(|_, s| now.saturating_duration_since(s.at) < REPEAT_AFTER);
             if seen.len() >= MAX_KEYS {
-                key = 0;
+                key = SHARED_KEY;
             }
         }
         match seen.get_mut(&key) {

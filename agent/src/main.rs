@@ -1,5 +1,252 @@
 //! The `omnitap` command: reads the command line and hands over to the library.
 
-fn main() -> std::process::ExitCode {
-    std::process::ExitCode::SUCCESS
+use std::{
+    fs::File,
+    io::{self, BufWriter, Write},
+    path::Path,
+    process::ExitCode,
+    time::Duration,
+};
+
+use anyhow::{Context, Result};
+use omnitap::{
+    agent::{Agent, Recorder, Settings},
+    check,
+    cli::{Cli, Command, EX_USAGE},
+    config::{Config, Effective, Flags},
+    host::scan::Settings as HostSettings,
+    logging,
+    metrics::{catalogue, registry::Limits, text::Format},
+    observer::Observer,
+    pipeline::tracker::Limits as TrackerLimits,
+    record::{Entries, Entry, Writer},
+    serve::{Content, Server, Status},
+    tap::Settings as TapSettings,
+};
+use tokio::signal::unix::{SignalKind, signal};
+use tracing::{error, info, warn};
+
+/// Time between copies of the tap's counters into the agent's own families.
+const SAMPLE_INTERVAL: Duration = Duration::from_secs(2);
+
+fn main() -> ExitCode {
+    let cli = match Cli::read(std::env::args_os()) {
+        Ok(cli) => cli,
+        Err(status) => return status,
+    };
+    let done = match cli.command {
+        Command::Run(flags) => with_config(&flags, |config| run(config, None)),
+        Command::Record {
+            file,
+            with_content,
+            flags,
+        } => with_config(&flags, |config| run(config, Some((&file, with_content)))),
+        Command::Check { json, flags } => with_config(&flags, |_| check(json)),
+        Command::Config(flags) => return config(&flags),
+        Command::Families { markdown } => print(&if markdown {
+            catalogue::markdown()
+        } else {
+            catalogue::list()
+        }),
+        Command::Replay { file, openmetrics } => replay(&file, openmetrics),
+        Command::Version => print(&format!("omnitap {}\n", env!("CARGO_PKG_VERSION"))),
+    };
+    match done {
+        Ok(status) => status,
+        Err(error) => {
+            eprintln!("omnitap: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn with_config(flags: &Flags, then: impl FnOnce(&Config) -> Result<ExitCode>) -> Result<ExitCode> {
+    match Effective::load(flags) {
+        Ok(effective) => then(&effective.config),
+        Err(error) => {
+            eprintln!("omnitap: {error}");
+            Ok(ExitCode::from(EX_USAGE))
+        }
+    }
+}
+
+fn config(flags: &Flags) -> ExitCode {
+    match Effective::load(flags) {
+        Ok(effective) => print(&effective.to_yaml()).unwrap_or(ExitCode::FAILURE),
+        Err(error) => {
+            eprintln!("omnitap: {error}");
+            ExitCode::from(EX_USAGE)
+        }
+    }
+}
+
+/// Prints to standard output; a reader that has gone (`| head`) is no error.
+fn print(text: &str) -> Result<ExitCode> {
+    match io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(error).context("cannot write to standard output")
+        }
+        _ => Ok(ExitCode::SUCCESS),
+    }
+}
+
+fn tap_settings(config: &Config) -> Option<TapSettings> {
+    config.ebpf.then(|| TapSettings {
+        capture_limit: config.capture_limit.0,
+        ring_bytes: config.ring_buffer.0,
+        bpf_stats: config.bpf_stats,
+        ..TapSettings::default()
+    })
+}
+
+fn observer(config: &Config) -> Observer {
+    let limits = Limits {
+        max_series: usize::try_from(config.max_series).unwrap_or(usize::MAX),
+        retention: config.retention,
+    };
+    let next_stage_grace_ns = u64::try_from(config.grace.as_nanos()).unwrap_or(u64::MAX);
+    Observer::new(
+        limits,
+        TrackerLimits {
+            next_stage_grace_ns,
+            ..TrackerLimits::default()
+        },
+    )
+}
+
+fn check(json: bool) -> Result<ExitCode> {
+    let report = check::run();
+    print(&if json {
+        report.to_json()?
+    } else {
+        report.to_string()
+    })?;
+    Ok(if report.works() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// `omnitap run`, and `omnitap record` where a file is named.
+fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
+    logging::init(config.log_level, config.log_format);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .thread_name("omnitap-http")
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    runtime.block_on(async {
+        let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+        let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+        let observer = observer(config);
+        let status = Status::default();
+        let content = Content {
+            exposition: observer.exposition(),
+            own: observer.own(),
+            status: status.clone(),
+        };
+        let server = Server::bind(&config.listen, config.max_connections, content).await?;
+        for address in server.addresses() {
+            info!("serving http://{address}/metrics");
+        }
+        let (recorder, finish) = match recording {
+            Some((file, with_content)) => recorder(file, with_content)?,
+            None => (None, None),
+        };
+        let settings = Settings {
+            tap: tap_settings(config),
+            host: HostSettings {
+                scan_interval: config.scan_interval,
+                ..HostSettings::default()
+            },
+            model_names: config.model_names.clone(),
+            shutdown_timeout: config.shutdown_timeout,
+        };
+        let agent = Agent::start(&settings, observer, &status, recorder)?;
+        let mut failed = false;
+        let watch = async {
+            let mut sample = tokio::time::interval(SAMPLE_INTERVAL);
+            loop {
+                tokio::select! {
+                    _ = terminate.recv() => break,
+                    _ = interrupt.recv() => break,
+                    _ = sample.tick() => agent.sample(),
+                }
+                if !agent.is_alive() {
+                    error!(
+                        "a thread of the agent has ended: stopping, so that whoever watches it starts it anew"
+                    );
+                    failed = true;
+                    break;
+                }
+            }
+        };
+        server.run(watch, Duration::from_millis(200)).await;
+        info!("stopping");
+        let left = tokio::task::spawn_blocking(move || agent.stop())
+            .await
+            .context("cannot stop the agent")?;
+        if left > 0 {
+            warn!(
+                left,
+                "probes are still on their way out; they go with this process"
+            );
+        }
+        if let Some(finish) = finish {
+            finish()?;
+        }
+        Ok(if failed {
+            ExitCode::FAILURE
+        } else {
+            ExitCode::SUCCESS
+        })
+    })
+}
+
+type Finish = Box<dyn FnOnce() -> Result<()> + Send>;
+
+/// Opens a recording: what takes the entries, and what ends the file.
+fn recorder(file: &Path, with_content: bool) -> Result<(Option<Recorder>, Option<Finish>)> {
+    let out = File::create(file).with_context(|| format!("cannot create {}", file.display()))?;
+    let writer = Writer::new(BufWriter::new(out), !with_content)?;
+    let shared = std::sync::Arc::new(parking_lot::Mutex::new(Some(writer)));
+    let name = file.to_path_buf();
+    let entries = std::sync::Arc::clone(&shared);
+    let recorder = Recorder {
+        redact: !with_content,
+        entry: Box::new(move |entry: &Entry| match entries.lock().as_mut() {
+            Some(writer) => writer.entry(entry),
+            None => Ok(()),
+        }),
+    };
+    let finish: Finish = Box::new(move || {
+        if let Some(writer) = shared.lock().take() {
+            writer
+                .finish()?
+                .flush()
+                .with_context(|| format!("cannot write {}", name.display()))?;
+        }
+        Ok(())
+    });
+    Ok((Some(recorder), Some(finish)))
+}
+
+fn replay(file: &Path, openmetrics: bool) -> Result<ExitCode> {
+    let input = File::open(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let mut observer = observer(&Config::default());
+    for entry in Entries::new(input).with_context(|| file.display().to_string())? {
+        observer.replay(&entry.with_context(|| file.display().to_string())?);
+    }
+    let mut out = Vec::new();
+    observer.exposition().render_pipelines(
+        &mut out,
+        if openmetrics {
+            Format::OpenMetrics
+        } else {
+            Format::Text
+        },
+    );
+    print(&String::from_utf8(out).context("the exposition is not UTF-8")?)
 }

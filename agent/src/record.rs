@@ -62,7 +62,7 @@ pub struct Header {
 /// One thing that the agent took in.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// CLOCK_MONOTONIC in nanoseconds when it was taken, for frames when it was sent.
+    /// `CLOCK_MONOTONIC` in nanoseconds when it was taken, for frames when it was sent.
     pub t: u64,
     /// What it was.
     #[serde(flatten)]
@@ -73,7 +73,7 @@ pub struct Entry {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Item {
-    /// Wall clock less CLOCK_MONOTONIC, in nanoseconds.
+    /// Wall clock less `CLOCK_MONOTONIC`, in nanoseconds.
     WallOffset(i64),
     /// A change of what runs on the host.
     Change(Change),

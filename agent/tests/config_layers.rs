@@ -1,5 +1,7 @@
 //! The configuration: layers, limits, errors with their places, and the printed form.
 
+#![expect(clippy::expect_used, reason = "a failure in a helper is a failed test")]
+
 use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::Parser as _;

@@ -22,8 +22,8 @@ use omnitap::host::{
 };
 use tempfile::TempDir;
 
-/// A program that takes commands line by line, as a tree of processes: `title`, `exec`, `spawn`, `fork` and `close`
-/// for itself, `NAME COMMAND` for a child. It tells `NAME PID` of each new child and ends with its input.
+/// A program that takes commands line by line, as a tree of processes: `title`, `exec`, `sockets`, `spawn`,
+/// `fork` and `close` for itself, `NAME COMMAND` for a child. It tells `NAME PID` of each new child and ends with its input.
 const NODE: &str = r#"
 import os, subprocess, sys
 import setproctitle, zmq
@@ -48,6 +48,9 @@ for line in sys.stdin:
                 os.read(0, 1)
                 os._exit(0)
             print(rest, pid, flush=True)
+    elif word == "sockets":
+        context = zmq.Context()
+        socket = context.socket(zmq.PUSH)
     elif word == "close":
         children.pop(rest).close()
         os.wait()
@@ -284,6 +287,22 @@ fn a_shell_that_becomes_a_server_is_found_by_its_event() {
     assert_eq!(pipeline_of(&host, root).unwrap().model.as_deref(), Some("m"));
     // An event for a process that is gone already does no harm.
     assert_eq!(host.examine(u32::MAX).unwrap(), []);
+}
+
+#[test]
+fn a_child_with_sockets_and_no_title_is_a_diffusion_stage() {
+    let Some(python) = python() else { return };
+    let mut tree = Tree::start(&python, &[], &["serve", "org/m", "--omni"]);
+    let child = tree.ask("spawn a");
+    let mut host = Host::new(Settings::default());
+    host.scan().unwrap();
+    assert_eq!(role(&host, child), None);
+    tree.tell("a sockets");
+    let stage = Role::DiffusionStage {
+        stage: None,
+        replica: None,
+    };
+    scan_until(&mut host, |host| role(host, child) == Some(stage));
 }
 
 #[test]

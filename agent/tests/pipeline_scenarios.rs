@@ -528,6 +528,19 @@ fn an_absurd_arrival_time_gives_way_to_the_time_of_the_add(#[case] arrival: Opti
 }
 
 #[test]
+fn a_message_that_is_seen_twice_counts_once() {
+    let mut play = Play::omni(1);
+    play.add(0, 0, add("r", 0));
+    play.out(10, 0, vec![first("r")]);
+    for _ in 0..2 {
+        play.out(20, 0, vec![last("r", FinishReason::Stop)]);
+    }
+    assert_eq!(play.sink.total(Family::OmniRequestsSuccessTotal, &["stop"]), 1.0);
+    assert_eq!(play.sink.counter(Family::VllmGenerationTokensTotal, 0, &[]), 2.0);
+    assert_eq!(play.tracker.tracked_requests(), 0);
+}
+
+#[test]
 fn a_clock_that_runs_backwards_gives_no_sample() {
     let mut play = Play::plain(1);
     play.add(0, 0, add("r", 0));
@@ -626,7 +639,7 @@ fn an_abort_right_after_an_output_means_a_stop_string(
     );
     assert_eq!(play.sink.counter(Family::VllmGenerationTokensTotal, 0, &[]), 2.0);
     if counted > 0.0 {
-        assert_close(&play.sink.seen(Family::VllmE2eRequestLatencySeconds, 0), &[0.049]);
+        assert_close(&play.sink.seen(Family::VllmE2eRequestLatencySeconds, 0), &[0.050]);
     }
     play.tick(70_000);
     assert_eq!(play.tracker.tracked_requests(), 0);

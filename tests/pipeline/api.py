@@ -239,7 +239,7 @@ class Orchestrator:
         if plan.abort_after is not None:
             await asyncio.sleep(plan.abort_after)
             if not request.over:
-                self.truth.failed(request, "client_abort")
+                self.truth.failed(request, "client_disconnect")
                 await self._abort_rest(request)
                 self._forget(request)
 

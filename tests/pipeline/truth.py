@@ -164,6 +164,10 @@ class Truth:
             self._observe("request_prefill_time_seconds", stage, replica, at.first - at.scheduled)
             self._observe("request_inference_time_seconds", stage, replica, at.last - at.scheduled)
             self._observe("request_num_preemptions", stage, replica, at.preemptions)
+        if not self.omni:
+            # vLLM-Omni leaves these two out.
+            self._observe("request_params_n", stage, replica, 1)
+            self._observe("request_max_num_generation_tokens", stage, replica, at.tokens)
         if self.omni and reason not in ("abort", "error"):
             generation = time.monotonic() - at.submitted
             self.log.observe("vllm_omni:stage_gen_time_s", {"stage": stage, "stage_type": "llm"}, generation)

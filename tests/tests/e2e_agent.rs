@@ -8,7 +8,7 @@ use omnitap_tests::{
     agent::{Agent, END, binary},
     pipeline::{Options, Pipeline},
     probed::changed_bytes,
-    scrape::Scrape,
+    scrape::{Scrape, Series},
     truth::Truth,
 };
 use rstest::rstest;
@@ -104,7 +104,9 @@ fn own(scrape: &Scrape) -> String {
     scrape
         .text
         .lines()
-        .filter(|line| line.starts_with("omnitap_") && !line.contains("_bucket"))
+        .filter(|line| {
+            line.starts_with("omnitap_") && !line.contains("_bucket") && !line.contains("_source_state")
+        })
         .collect::<Vec<_>>()
         .join("\n")
 }
@@ -134,23 +136,30 @@ fn agree(agent: &Agent, truth: &Truth) -> Result<Scrape> {
 
 /// Gauges that must be 0 when no request is open.
 fn rest(agent: &Agent, pipeline: &Pipeline) -> Result<()> {
-    let options = pipeline.options();
-    let busy = |scrape: &Scrape| {
-        scrape.sum(
-            "vllm_omni:num_requests_running",
-            &[("model_name", &options.model)],
-        ) + scrape.sum(
-            "vllm_omni:num_requests_waiting",
-            &[("model_name", &options.model)],
-        ) + scrape.sum(
-            "vllm_omni:stage_waiting_requests",
-            &[("model_name", &options.model)],
-        ) + scrape.sum("vllm:num_requests_running", &[("model_name", &options.served)])
-            + scrape.sum("vllm:num_requests_waiting", &[("model_name", &options.served)])
-            + scrape.sum("vllm:kv_cache_usage_perc", &[("model_name", &options.served)])
+    const GAUGES: [&str; 6] = [
+        "vllm_omni:num_requests_running",
+        "vllm_omni:num_requests_waiting",
+        "vllm_omni:stage_waiting_requests",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+    ];
+    let Options { model, served, .. } = pipeline.options();
+    let busy = |scrape: &Scrape| -> Vec<String> {
+        let ours = |series: &Series| {
+            let name = series.labels.get("model_name");
+            GAUGES.contains(&&*series.name) && (name == Some(model) || name == Some(served))
+        };
+        let open = scrape
+            .samples
+            .iter()
+            .filter(|&(series, &value)| ours(series) && value != 0.0);
+        open.map(|(series, value)| format!("{series:?} {value}"))
+            .collect()
     };
-    let scrape = agent.scrape_until(SETTLED, |scrape| busy(scrape) == 0.0)?;
-    ensure!(busy(&scrape) == 0.0, "gauges are not back to 0:\n{}", scrape.text);
+    let scrape = agent.scrape_until(SETTLED, |scrape| busy(scrape).is_empty())?;
+    let busy = busy(&scrape);
+    ensure!(busy.is_empty(), "gauges are not back to 0:\n{}", busy.join("\n"));
     Ok(())
 }
 

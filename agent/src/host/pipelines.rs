@@ -23,10 +23,6 @@ pub const TICKS_PER_SECOND: u64 = 100;
 /// sets its title within milliseconds; only the `OmniCoordinator` never does.
 const FORK_AGE: Duration = Duration::from_secs(5);
 
-/// After this age a spawned child of an API server has no title to come. The child of a stage imports for up to a
-/// minute before it sets one; a diffusion stage sets none until its model is loaded, or ever.
-const SPAWN_AGE: Duration = Duration::from_mins(1);
-
 /// After this age no process is expected to get a title any more.
 pub const TITLE_AGE: Duration = Duration::from_mins(2);
 
@@ -68,6 +64,8 @@ pub trait Evidence {
     fn sight(&self, pid: u32) -> Option<Sighting>;
     /// Whether libzmq, or the extension that contains it, is mapped.
     fn maps_zmq(&self, key: ProcessKey) -> bool;
+    /// Whether libzmq runs in a process: a context is open and has its threads.
+    fn runs_zmq(&self, key: ProcessKey) -> bool;
     /// The container that a process runs in.
     fn container(&self, key: ProcessKey) -> Option<Container>;
     /// The package versions beside what a process has mapped.
@@ -575,10 +573,9 @@ impl<E: Evidence> Round<'_, E> {
                     && matches!(child.hint, Hint::DiffusionWorker { .. })
             })
         };
-        if omni
-            && (has_workers() || (seen.fresh && age(&seen.sighting.key, self.now) >= SPAWN_AGE))
-            && self.evidence.maps_zmq(seen.sighting.key)
-        {
+        // Cores, API workers and coordinators set their title before they open a socket. They may import for minutes
+        // before that, so age alone tells nothing.
+        if omni && (has_workers() || (seen.fresh && self.evidence.runs_zmq(seen.sighting.key))) {
             return Place::In(
                 Role::DiffusionStage {
                     stage: None,
@@ -605,6 +602,7 @@ mod tests {
     struct Facts {
         others: HashMap<u32, Sighting>,
         zmq: HashSet<u32>,
+        sockets: HashSet<u32>,
         versions: HashMap<u32, Versions>,
         containers: HashMap<u32, Container>,
         asked: RefCell<Vec<u32>>,
@@ -619,6 +617,9 @@ mod tests {
         }
         fn maps_zmq(&self, key: ProcessKey) -> bool {
             self.zmq.contains(&key.pid)
+        }
+        fn runs_zmq(&self, key: ProcessKey) -> bool {
+            self.sockets.contains(&key.pid)
         }
         fn container(&self, key: ProcessKey) -> Option<Container> {
             self.containers.get(&key.pid).cloned()
@@ -960,26 +961,23 @@ mod tests {
         assert_eq!((world.role(150), world.home(200)), (None, Some(0)));
     }
 
-    #[rstest]
-    #[case::old_enough(SPAWN_AGE, DIFFUSION)]
-    #[case::too_young(SPAWN_AGE.saturating_sub(Duration::from_secs(1)), None)]
-    fn a_diffusion_stage_has_no_title(#[case] age: Duration, #[case] role: Option<Role>) {
-        let (mut world, _) = World::new(&[(100, 1, OMNI)]);
-        world.now = Duration::from_secs(200) + age;
+    #[test]
+    fn a_diffusion_stage_has_no_title_but_sockets() {
+        let (mut world, _) = World::new(&[(100, 1, OMNI), (200, 100, SPAWN)]);
+        assert_eq!(world.role(200), None);
+        assert!(world.table.is_pending(200));
+        world.facts.sockets.insert(200);
         world.see(&[(200, 100, SPAWN)]);
-        assert_eq!(world.role(200), role);
-        assert_eq!(world.table.is_pending(200), role.is_none());
+        assert_eq!(world.role(200), DIFFUSION);
+        assert!(!world.table.is_pending(200));
     }
 
     #[test]
-    fn an_untitled_child_is_no_diffusion_stage_without_libzmq_or_without_omni() {
-        let (mut world, _) = World::new(&[(100, 1, OMNI), (300, 1, "vllm|serve|m")]);
-        world.facts.zmq.remove(&200);
-        world.see(&[(200, 100, SPAWN), (400, 300, SPAWN), (500, 1, SPAWN)]);
-        assert_eq!(
-            (world.role(200), world.role(400), world.role(500)),
-            (None, None, None)
-        );
+    fn an_untitled_child_without_omni_is_no_diffusion_stage() {
+        let (mut world, _) = World::new(&[(300, 1, "vllm|serve|m")]);
+        world.facts.sockets.extend([400, 500]);
+        world.see(&[(400, 300, SPAWN), (500, 1, SPAWN)]);
+        assert_eq!((world.role(400), world.role(500)), (None, None));
     }
 
     #[test]
@@ -1023,7 +1021,9 @@ mod tests {
 
     #[test]
     fn a_stage_taken_for_diffusion_is_corrected_by_its_title() {
-        let (mut world, _) = World::new(&[(100, 1, OMNI), (200, 100, SPAWN)]);
+        let (mut world, _) = World::new(&[(100, 1, OMNI)]);
+        world.facts.sockets.insert(200);
+        world.see(&[(200, 100, SPAWN)]);
         assert_eq!(world.role(200), DIFFUSION);
         world.see(&[(200, 100, "VLLM::StageEngineCoreProc_stage1_replica0_DP0")]);
         assert_eq!(world.role(200), Some(stage(1, 0)));
@@ -1089,7 +1089,7 @@ mod tests {
     #[test]
     fn versions_are_asked_for_until_known() {
         let (mut world, _) = World::new(&[]);
-        world.now = Duration::from_secs(300);
+        world.now = Duration::from_mins(5);
         world.see(&[(100, 1, OMNI)]);
         assert_eq!(world.facts.asked.take(), [100]);
         // Nothing new was seen: nothing is asked.
@@ -1142,7 +1142,21 @@ mod tests {
         assert!(matches!(&changes[..], [Change::Process(process)] if process.container == Some(container)));
     }
 
-    /// A process of a made-up host: pid and parent small, so that loops and reuse happen.
+    #[test]
+    fn parents_in_a_loop_end() {
+        // Looks at two moments can show each as the other's parent.
+        let (world, _) = World::new(&[
+            (2, 3, SPAWN),
+            (3, 2, "VLLM::EngineCore_DP0"),
+            (4, 4, "VLLM::Worker"),
+        ]);
+        assert_eq!(
+            (world.role(2), world.role(3), world.role(4)),
+            (None, Some(stage(0, 0)), None)
+        );
+    }
+
+    /// A process of a made-up host: few pids, so that reuse happens.
     fn any_sighting() -> impl Strategy<Value = Sighting> {
         let cmdline = prop::sample::select(vec![
             OMNI,
@@ -1158,7 +1172,7 @@ mod tests {
             "vLLM-Omni::DiffusionWorker_TP1",
             "bash",
         ]);
-        (1_u32..8, 0_u32..8, 0_u64..4, 0_u32..3, cmdline).prop_map(
+        (1_u32..8, any::<u32>(), 0_u64..4, 0_u32..3, cmdline).prop_map(
             |(pid, parent, start, session, cmdline)| {
                 let mut seen = sighting(pid, parent, cmdline);
                 seen.key.start_ticks = start;

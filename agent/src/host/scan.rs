@@ -30,6 +30,9 @@ const MAX_CGROUP: u64 = 64 << 10;
 /// Longest list of mappings that is read: a serving process has some thousand lines.
 const MAX_MAPS: u64 = 16 << 20;
 
+/// Threads looked at: a stage has some hundred.
+const MAX_THREADS: usize = 4096;
+
 /// Parent of all kernel threads.
 const KTHREADD: u32 = 2;
 
@@ -346,6 +349,21 @@ impl Evidence for Proc {
 
     fn maps_zmq(&self, key: ProcessKey) -> bool {
         self.maps(key).is_some_and(|maps| versions::maps_zmq(&maps))
+    }
+
+    fn runs_zmq(&self, key: ProcessKey) -> bool {
+        // libzmq names its threads `ZMQbg/Reaper` and `ZMQbg/IO/0`.
+        let names = || -> Option<bool> {
+            let process = self.process(key.pid)?;
+            (process.stat().ok()?.starttime == key.start_ticks).then_some(())?;
+            let threads = process.tasks().ok()?.take(MAX_THREADS).flatten();
+            Some(
+                threads
+                    .filter_map(|thread| thread.stat().ok())
+                    .any(|stat| stat.comm.starts_with("ZMQbg/")),
+            )
+        };
+        names().unwrap_or(false)
     }
 
     fn container(&self, key: ProcessKey) -> Option<Container> {

@@ -710,6 +710,10 @@ families! {
     OmnitapProbeFailuresTotal "omnitap_probe_failures_total"
         Counter, &["reason"], Own, Nothing,
         "Probes that could not be attached, by reason.";
+    OmnitapProbeHitsTotal "omnitap_probe_hits_total"
+        Counter, &["result"], Own, Nothing,
+        "Hits of probes that lost nothing, by what became of the frame: captured, aux (header only), short (dropped \
+         on purpose), unwatched.";
     OmnitapProbesAttachedTotal "omnitap_probes_attached_total"
         Counter, &["site"], Own, Nothing,
         "Probes set, by the kind of the probed instruction: slow ones are single-stepped by the kernel, the others \

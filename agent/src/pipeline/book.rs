@@ -3,9 +3,14 @@
 //! ADD frames do not name their stage. They go out on one socket per replica, so a socket is tied to the engine that
 //! answers on it as soon as one request leaves no choice; until then stages are matched in the order of the ADDs.
 
-use std::{cmp::Reverse, collections::BinaryHeap, sync::Arc};
+use std::{
+    cmp::Reverse,
+    collections::{BinaryHeap, VecDeque},
+    hash::BuildHasher,
+    sync::Arc,
+};
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxBuildHasher, FxHashMap};
 use slab::Slab;
 
 use super::audio::AudioState;
@@ -16,6 +21,9 @@ pub(super) const NONE: u16 = u16::MAX;
 
 /// A token count that is not known.
 pub(super) const UNKNOWN: u32 = u32::MAX;
+
+/// Completed requests whose ids are remembered: a second or more of the heaviest load.
+const MAX_RECENT: usize = 4096;
 
 /// Marks a lane that is free; never a process that sends.
 const NO_PID: u32 = 0;
@@ -184,8 +192,6 @@ pub(super) struct Request {
     pub(super) phase: Phase,
     /// Guides another request.
     pub(super) companion: bool,
-    /// The API process ended it at a stop string: its engine may send a little more.
-    pub(super) stopped: bool,
     /// Generated tokens of the finished stages.
     pub(super) generated: u64,
     /// Prompt tokens of stage 0.
@@ -319,6 +325,8 @@ pub(super) struct Book {
     pub(super) due: BinaryHeap<Reverse<Due>>,
     /// Stage finishes of the frame at hand.
     pub(super) finished: Vec<Finished>,
+    /// Hashes of the ids that were completed last.
+    recent: VecDeque<u64>,
     serial: u32,
 }
 
@@ -563,7 +571,6 @@ impl Book {
             finished: 0,
             phase: Phase::Live,
             companion,
-            stopped: false,
             generated: 0,
             prompt_tokens: UNKNOWN,
             start_ns,
@@ -593,15 +600,20 @@ impl Book {
         Some(request)
     }
 
-    /// Takes out a request that is complete. Where its engine may send more, its id is kept until `until_ns`.
-    pub(super) fn complete(&mut self, index: u32, until_ns: u64) -> Option<Request> {
+    /// Takes out a request that is complete, and remembers its id for a while: what comes again counts no more.
+    pub(super) fn complete(&mut self, index: u32) -> Option<Request> {
         let request = self.remove(index)?;
-        if request.stopped {
-            self.insert(&request.id, Part::unseen(NONE, false));
-            let index = self.find(&request.id)?;
-            self.close(index, until_ns);
+        if self.recent.len() >= MAX_RECENT {
+            self.recent.pop_front();
         }
+        self.recent.push_back(hash(&request.id));
         Some(request)
+    }
+
+    /// Whether `id` was completed lately.
+    pub(super) fn is_recent(&self, id: &str) -> bool {
+        let hash = hash(id);
+        self.recent.contains(&hash)
     }
 
     /// Keeps a request that is over until `time_ns`, so that its last outputs are known as such. Gives back its shares.
@@ -777,6 +789,10 @@ impl Book {
         let done = self.siblings.remove(parent)?;
         generated.map(|_| (done.n, done.longest))
     }
+}
+
+fn hash(id: &str) -> u64 {
+    FxBuildHasher.hash_one(id)
 }
 
 /// The parent in `{index}_{parent}`.

@@ -23,6 +23,9 @@ use crate::{
 /// How long a request whose first output was read before its ADD waits for that ADD once it has finished.
 pub(super) const EARLY_GRACE_NS: u64 = 1_000_000_000;
 
+/// Above thirty years, or a billion tokens, a sample is a fault of its sender.
+const MAX_SAMPLE: f64 = 1e9;
+
 /// Positions of speculative tokens that get a child of their own.
 const MAX_SPEC_POSITIONS: usize = 64;
 
@@ -91,6 +94,8 @@ struct Stage {
     last_token: f64,
     /// Time of the frame with the first output (until its ADD is read), later of the finish.
     frame_ns: u64,
+    /// Time of the last frame.
+    last_ns: u64,
     audio: Option<Box<AudioState>>,
 }
 
@@ -284,6 +289,7 @@ impl Engine {
                 sink.skip(Family::VllmInterTokenLatencySeconds, reason);
             }
             stage.last_token = now;
+            stage.last_ns = time_ns;
             stage.cuts = self.cuts;
             if let Some(reason) = output.finish_reason {
                 self.ended(
@@ -336,6 +342,9 @@ impl Engine {
             if output.new_tokens == 0 && output.finish_reason.is_some() && output.audio.is_none() {
                 return Admission::Ignored;
             }
+            if book.is_recent(output.request_id) {
+                return Admission::Ignored;
+            }
             if book.requests.len() >= context.max_requests {
                 return Admission::Untracked;
             }
@@ -363,6 +372,7 @@ impl Engine {
             first_token: f64::NAN,
             last_token: f64::NAN,
             frame_ns: time_ns,
+            last_ns: time_ns,
             audio: None,
         });
         // Bounded by `max_requests`, far below 2^32.
@@ -603,16 +613,9 @@ impl Engine {
         }
     }
 
-    /// When the engine last answered for `slot`, on its clock in nanoseconds.
+    /// When the engine last answered for `slot`.
     pub(super) fn last_output_ns(&self, slot: u32) -> Option<u64> {
-        let last = self.slots.get(slot as usize)?.last_token;
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::cast_sign_loss,
-            reason = "a monotonic clock; NaN and negative values become 0, which only makes the request look old"
-        )]
-        let last_ns = (last * 1e9) as u64;
-        Some(last_ns)
+        self.slots.get(slot as usize).map(|stage| stage.last_ns)
     }
 
     #[expect(clippy::too_many_arguments, reason = "one finish and where it belongs")]
@@ -837,8 +840,9 @@ fn observe<S: Sink + ?Sized>(family: Family, scope: ScopeId, value: f64, times: 
     }
 }
 
+/// Durations in seconds and counts that a request can have.
 fn is_duration(value: f64) -> bool {
-    value >= 0.0 && value.is_finite()
+    (0.0..MAX_SAMPLE).contains(&value)
 }
 
 /// A token and nothing else.

@@ -468,9 +468,6 @@ impl PipelineState {
             && let Some(last_ns) = engine.last_output_ns(slot)
             && time_ns.saturating_sub(last_ns) <= environment.limits.stop_string_ns
         {
-            if let Some(request) = self.book.request_mut(index) {
-                request.stopped = true;
-            }
             engine.stop_string(slot, last_ns.min(time_ns), &mut self.book, &context, sink);
             return;
         }
@@ -655,8 +652,7 @@ impl PipelineState {
         let (last_stage, finish_ns) = (request.last_stage, request.finish_ns);
         if !is_omni || companion {
             if !is_active {
-                let until_ns = finish_ns.saturating_add(environment.limits.linger_ns);
-                self.book.complete(index, until_ns);
+                self.book.complete(index);
             }
             return;
         }
@@ -691,11 +687,7 @@ impl PipelineState {
     }
 
     fn complete<S: Sink + ?Sized>(&mut self, index: u32, environment: &Environment, sink: &mut S) {
-        let Some(finish_ns) = self.book.request(index).map(|request| request.finish_ns) else {
-            return;
-        };
-        let until_ns = finish_ns.saturating_add(environment.limits.linger_ns);
-        let Some(request) = self.book.complete(index, until_ns) else {
+        let Some(request) = self.book.complete(index) else {
             return;
         };
         let Some(scope) = self.scope else {

@@ -144,7 +144,7 @@ mod tests {
         let slow = tokio::spawn(async move {
             // A byte a second is not enough.
             while client.write_all(b"x").await.is_ok() {
-                tokio::time::sleep(Duration::from_secs(1)).await;
+                sleep(Duration::from_secs(1)).await;
             }
         });
         let mut taken = Vec::new();
@@ -162,7 +162,7 @@ mod tests {
         let slow = tokio::spawn(async move {
             let mut byte = [0];
             while client.read_exact(&mut byte).await.is_ok() {
-                tokio::time::sleep(Duration::from_secs(1)).await;
+                sleep(Duration::from_secs(1)).await;
             }
         });
         let error = server.write_all(&[0; 1000]).await.unwrap_err();

@@ -7,8 +7,8 @@ use super::{
     WireError,
     layout::{AddField, AddLayout, Layouts, OutputField, OutputLayout},
     message::{
-        Add, Audio, CacheStats, EngineOutputs, Events, FinishReason, KvEviction, KvWait, Output, PerfStats,
-        PrefillStats, Ready, SchedulerStats, SpecDecode, Utility,
+        Add, Audio, CacheStats, EngineOutputs, Events, FinishReason, KvEviction, KvWait, Output, OutputKind,
+        PerfStats, PrefillStats, Ready, SchedulerStats, SpecDecode, Utility,
     },
     msgpack::{MsgpackError, Reader, marker},
 };
@@ -763,17 +763,39 @@ fn add_field<'a>(
 fn sampling_params<'a>(reader: &mut Reader<'a>, message: &mut Add<'a>) -> Result<(), MsgpackError> {
     let mut max_tokens = Some(DEFAULT_MAX_TOKENS);
     let mut n = 1;
+    let mut output_kind = OutputKind::Cumulative;
+    let mut has_stop_strings = false;
     each_pair(reader, |key, reader| {
         match key {
             b"max_tokens" => max_tokens = reader.optional(Reader::u32)?,
             b"n" => n = reader.u32()?,
+            b"output_kind" => {
+                output_kind = match reader.u32()? {
+                    1 => OutputKind::Delta,
+                    2 => OutputKind::FinalOnly,
+                    _ => OutputKind::Cumulative,
+                }
+            }
+            b"stop" => has_stop_strings = stop_strings(reader)?,
             _ => return Ok::<_, MsgpackError>(false),
         }
         Ok(true)
     })?;
     message.max_tokens = max_tokens;
     message.n = n;
+    message.output_kind = output_kind;
+    message.has_stop_strings = has_stop_strings;
     Ok(())
+}
+
+/// Whether `stop` (nil, a string or a list of strings) names any.
+fn stop_strings(reader: &mut Reader<'_>) -> Result<bool, MsgpackError> {
+    let first = reader.peek()?;
+    reader.skip()?;
+    Ok(!matches!(
+        first,
+        marker::NIL | marker::EMPTY_STR | marker::EMPTY_ARRAY
+    ))
 }
 
 /// Where the elements of a request that follow its prompt lie in a frame's tail.

@@ -19,6 +19,10 @@ pub mod marker {
     pub const TRUE: u8 = 0xc3;
     /// 64-bit float
     pub const F64: u8 = 0xcb;
+    /// Array of no elements
+    pub const EMPTY_ARRAY: u8 = 0x90;
+    /// String of no bytes
+    pub const EMPTY_STR: u8 = 0xa0;
 }
 
 /// What a decoder wanted to read.

@@ -1,0 +1,357 @@
+//! The one path from changes and frames to series, taken by the running agent and by `omnitap replay` alike.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    time::{Duration, Instant},
+};
+
+use crate::{
+    host::identity::{Change, Flavor, Pipeline, PipelineId, Process, ProcessKey, Role},
+    metrics::{
+        catalogue::{Family, Needs, Source},
+        own::{Counter, Own},
+        registry::{Limits, Registry},
+        text::Exposition,
+    },
+    pipeline::tracker::{Limits as TrackerLimits, Tracker},
+    record::{Entry, Item, OwnedFrame},
+    wire::{
+        assemble::{Content, Decoder, FrameResult, FrameType},
+        frame::Frame,
+        message::Message,
+    },
+};
+
+/// Statistics of a scheduler count as present for this long after the last ones came. They come once a second.
+const STATS_AGE_NS: u64 = 60_000_000_000;
+
+/// Whether a frame could be taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Taken {
+    /// The frame's sender is known, and the frame is this.
+    Known(FrameType),
+    /// The frame's sender is not a watched process: its change may still be on its way. Nothing was done.
+    Unknown,
+}
+
+/// Decoder, state machines and registry, in the order in which a frame passes them.
+#[derive(Debug)]
+pub struct Observer {
+    decoder: Decoder,
+    tracker: Tracker,
+    registry: Registry,
+    own: Own,
+    frames: Vec<Option<Counter>>,
+    processes: HashMap<u32, Process>,
+    pipelines: BTreeMap<PipelineId, Watched>,
+    /// What the registry takes for time 0 of the clock that all times here are on.
+    origin: Instant,
+}
+
+#[derive(Debug)]
+struct Watched {
+    pipeline: Pipeline,
+    /// When a scheduler's statistics were last seen.
+    stats_ns: Option<u64>,
+    /// When a frame was last seen.
+    frame_ns: Option<u64>,
+    /// Frames whose layout is unknown have been seen.
+    unknown_layout: bool,
+    /// Label values of its `omnitap_pipeline_info`.
+    info: Option<[String; 7]>,
+    /// What `omnitap_source_state` says: whether frames, and whether statistics come.
+    state: Option<(bool, bool)>,
+}
+
+impl Observer {
+    /// An observer that has seen nothing.
+    #[must_use]
+    pub fn new(limits: Limits, tracker_limits: TrackerLimits) -> Self {
+        let registry = Registry::new(limits);
+        Self {
+            decoder: Decoder::new(),
+            tracker: Tracker::new(tracker_limits),
+            own: registry.own(),
+            registry,
+            frames: vec![None; FrameType::ALL.len() * FrameResult::ALL.len()],
+            processes: HashMap::new(),
+            pipelines: BTreeMap::new(),
+            origin: Instant::now(),
+        }
+    }
+
+    /// A handle that prints all families, for any thread.
+    #[must_use]
+    pub fn exposition(&self) -> Exposition {
+        self.registry.exposition()
+    }
+
+    /// A handle for the agent's own families, for any thread.
+    #[must_use]
+    pub fn own(&self) -> Own {
+        self.own.clone()
+    }
+
+    /// Wall clock less `CLOCK_MONOTONIC` in nanoseconds, to place what the wire gives as wall clock.
+    pub fn wall_offset(&mut self, offset_ns: i64) {
+        self.tracker.set_wall_offset(offset_ns);
+    }
+
+    /// Takes a change of what runs on the host.
+    pub fn change(&mut self, change: &Change, now_ns: u64) {
+        match change {
+            Change::Pipeline(pipeline) => {
+                let id = pipeline.id;
+                match self.pipelines.get_mut(&id) {
+                    Some(watched) => watched.pipeline = pipeline.clone(),
+                    None => {
+                        self.pipelines.insert(id, Watched::new(pipeline.clone()));
+                    }
+                }
+                // News of versions concern the layouts of processes that are known already.
+                let members: Vec<Process> = self
+                    .processes
+                    .values()
+                    .filter(|process| process.pipeline == id)
+                    .cloned()
+                    .collect();
+                for process in &members {
+                    self.introduce(process);
+                }
+            }
+            Change::Process(process) => {
+                self.processes.insert(process.key.pid, process.clone());
+                self.introduce(process);
+            }
+            Change::ProcessGone(key) => self.forget(*key),
+            Change::PipelineGone(_) => {}
+        }
+        self.tracker.change(change, now_ns, &mut self.registry);
+        if let Change::PipelineGone(id) = change {
+            self.pipelines.remove(id);
+            self.registry
+                .pipeline_ended(*id, self.origin + Duration::from_nanos(now_ns));
+        }
+        self.show(now_ns);
+    }
+
+    fn introduce(&mut self, process: &Process) {
+        if let Some(watched) = self.pipelines.get(&process.pipeline) {
+            let Pipeline { flavor, versions, .. } = &watched.pipeline;
+            self.decoder
+                .process_known(process.key.pid, process.role, *flavor, versions);
+        }
+    }
+
+    fn forget(&mut self, key: ProcessKey) {
+        if self
+            .processes
+            .get(&key.pid)
+            .is_some_and(|process| process.key == key)
+        {
+            self.processes.remove(&key.pid);
+            self.decoder.process_gone(key.pid);
+        }
+    }
+
+    /// Takes the next frame. Frames of one process come in the order in which it sent them.
+    pub fn frame(&mut self, frame: &Frame<'_>) -> Taken {
+        let Some(process) = self.processes.get(&frame.pid) else {
+            return Taken::Unknown;
+        };
+        let decoded = self.decoder.frame(frame);
+        count(&mut self.frames, &self.own, decoded.kind, decoded.result);
+        if let Some(watched) = self.pipelines.get_mut(&process.pipeline) {
+            watched.frame_ns = Some(frame.time_ns);
+            watched.unknown_layout |= decoded.result == FrameResult::UnknownLayout;
+            if let Content::Message {
+                message: Message::Outputs(outputs),
+                ..
+            } = &decoded.content
+                && outputs.stats.is_some()
+            {
+                watched.stats_ns = Some(frame.time_ns);
+            }
+        }
+        if let Content::Message { message, .. } = &decoded.content {
+            self.tracker.message(
+                frame.pid,
+                frame.socket,
+                frame.time_ns,
+                message,
+                &mut self.registry,
+            );
+        }
+        Taken::Known(decoded.kind)
+    }
+
+    /// Blanks the content of a frame for a recording; `kind` is what [`Self::frame`] said of it.
+    pub fn redact(&self, kind: FrameType, frame: &mut OwnedFrame) {
+        self.decoder
+            .redact(frame.pid, kind, frame.size, &mut frame.head, &mut frame.tail);
+    }
+
+    /// A frame whose sender stayed unknown: counted, nothing else.
+    pub fn stranger(&mut self) {
+        count(
+            &mut self.frames,
+            &self.own,
+            FrameType::Other,
+            FrameResult::UnknownProcess,
+        );
+    }
+
+    /// Time passes: grace times end, stale snapshots stop counting, ended series expire. Once a second is right.
+    pub fn tick(&mut self, now_ns: u64) {
+        self.tracker.tick(now_ns, &mut self.registry);
+        self.registry.expire(self.origin + Duration::from_nanos(now_ns));
+        self.show(now_ns);
+    }
+
+    /// Takes an entry of a recording.
+    pub fn replay(&mut self, entry: &Entry) {
+        match &entry.item {
+            Item::WallOffset(offset_ns) => self.wall_offset(*offset_ns),
+            Item::Change(change) => self.change(change, entry.t),
+            Item::Frame(frame) => {
+                if self.frame(&frame.frame(entry.t)) == Taken::Unknown {
+                    self.stranger();
+                }
+            }
+            Item::Tick => self.tick(entry.t),
+        }
+    }
+
+    /// The agent's own families about what it watches.
+    fn show(&mut self, now_ns: u64) {
+        for flavor in [Flavor::Vllm, Flavor::Omni] {
+            let label = [flavor_name(flavor)];
+            let mut stages = BTreeSet::new();
+            let mut replicas = BTreeSet::new();
+            let of_flavor = |id: &PipelineId| {
+                self.pipelines
+                    .get(id)
+                    .is_some_and(|w| w.pipeline.flavor == flavor)
+            };
+            for process in self
+                .processes
+                .values()
+                .filter(|process| of_flavor(&process.pipeline))
+            {
+                if let Role::LlmStage { stage, replica } | Role::DiffusionStage { stage, replica } =
+                    process.role
+                {
+                    stages.insert((process.pipeline, stage));
+                    replicas.insert((process.pipeline, stage, replica));
+                }
+            }
+            let pipelines = self
+                .pipelines
+                .values()
+                .filter(|watched| watched.pipeline.flavor == flavor)
+                .count();
+            self.own.set(Family::OmnitapPipelines, &label, to_f64(pipelines));
+            self.own.set(Family::OmnitapStages, &label, to_f64(stages.len()));
+            self.own
+                .set(Family::OmnitapReplicas, &label, to_f64(replicas.len()));
+        }
+        for (id, watched) in &mut self.pipelines {
+            watched.show(*id, &self.own, now_ns);
+        }
+    }
+}
+
+impl Watched {
+    fn new(pipeline: Pipeline) -> Self {
+        Self {
+            pipeline,
+            stats_ns: None,
+            frame_ns: None,
+            unknown_layout: false,
+            info: None,
+            state: None,
+        }
+    }
+
+    fn show(&mut self, id: PipelineId, own: &Own, now_ns: u64) {
+        let Pipeline {
+            flavor,
+            model,
+            served_model,
+            versions,
+            ..
+        } = &self.pipeline;
+        let text = |value: &Option<String>| value.clone().unwrap_or_else(|| "unknown".to_owned());
+        let layout = match (self.unknown_layout, self.frame_ns) {
+            (true, _) => "unknown",
+            (false, Some(_)) => "known",
+            (false, None) => "unseen",
+        };
+        let info = [
+            id.0.to_string(),
+            flavor_name(*flavor).to_owned(),
+            text(model),
+            text(served_model),
+            text(&versions.vllm),
+            text(&versions.omni),
+            layout.to_owned(),
+        ];
+        if self.info.as_ref() != Some(&info) {
+            if let Some(old) = &self.info {
+                own.remove(Family::OmnitapPipelineInfo, &old.each_ref().map(String::as_str));
+            }
+            own.set(
+                Family::OmnitapPipelineInfo,
+                &info.each_ref().map(String::as_str),
+                1.0,
+            );
+            self.info = Some(info);
+        }
+        let has_frames = self.frame_ns.is_some();
+        let has_stats = self
+            .stats_ns
+            .is_some_and(|at| now_ns.saturating_sub(at) <= STATS_AGE_NS);
+        if self.state.replace((has_frames, has_stats)) == Some((has_frames, has_stats)) {
+            return;
+        }
+        let pipeline = id.0.to_string();
+        for family in Family::ALL {
+            let row = family.row();
+            let applies = *flavor == Flavor::Omni || !row.name.starts_with("vllm_omni:");
+            if row.source != Source::Wire || !applies {
+                continue;
+            }
+            let value = match row.needs {
+                Needs::Nothing => f64::from(u8::from(has_frames)),
+                Needs::LogStats | Needs::Feature => f64::from(u8::from(has_stats)),
+            };
+            own.set(
+                Family::OmnitapSourceState,
+                &[&pipeline, row.name, row.source.as_str()],
+                value,
+            );
+        }
+    }
+}
+
+fn count(frames: &mut [Option<Counter>], own: &Own, kind: FrameType, result: FrameResult) {
+    let index = kind as usize * FrameResult::ALL.len() + result as usize;
+    let Some(slot) = frames.get_mut(index) else { return };
+    if slot.is_none() {
+        *slot = own.counter(Family::OmnitapFramesTotal, &[kind.as_str(), result.as_str()]);
+    }
+    if let Some(counter) = slot {
+        counter.add(1.0);
+    }
+}
+
+fn flavor_name(flavor: Flavor) -> &'static str {
+    match flavor {
+        Flavor::Vllm => "vllm",
+        Flavor::Omni => "omni",
+    }
+}
+
+fn to_f64(count: usize) -> f64 {
+    u32::try_from(count).map_or(f64::INFINITY, f64::from)
+}
