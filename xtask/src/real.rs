@@ -152,7 +152,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn one_case(case: Case, args: &Args, kit: &Kit, agent: Option<&Path>, folder: &Path) -> Result<bool> {
     let mut server = Server::start(kit, case.server(), &folder.join("server.log"))?;
     at_rest(&server.metrics())?;
-    let run = attended(case, args, agent, &server, folder)?;
+    let mut run = attended(case, args, agent, &server, folder)?;
+    run.agent = run.agent.map(|page| page.of_models(&kit.models(case.server())));
     server.process.stop(Duration::from_secs(30))?;
     fs::write(
         folder.join("requests.json"),
@@ -194,7 +195,7 @@ fn attended(case: Case, args: &Args, agent: Option<&Path>, server: &Server, fold
     let server_before = load::get(&server.metrics())?;
     keep("server-before.txt", &server_before)?;
     let mut watcher = agent
-        .map(|program| Agent::start(program, server.process.pid(), &folder.join("agent.log")))
+        .map(|program| Agent::start(program, server.process.pid(), &folder.join("agent.log"), &[]))
         .transpose()?;
     let recorder = match (agent, args.record) {
         (Some(program), true) => Some(agent::record(
