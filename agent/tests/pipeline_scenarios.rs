@@ -1386,6 +1386,21 @@ fn a_streamed_audio_request() {
 }
 
 #[test]
+fn a_stream_that_is_given_up_has_had_its_first_packet() {
+    let mut play = Play::omni(2);
+    play.add(1_000, 0, add_streamed("speech-a", 1_000));
+    play.add(1_000, 1, add_streamed("speech-a", 1_000));
+    play.out(1_100, 0, vec![first("speech-a")]);
+    play.out(1_200, 1, vec![audio("speech-a", 12_000, Some(24_000))]);
+    play.out(1_250, 1, vec![audio("speech-a", 12_000, None)]);
+    play.abort(1_300, 0, "speech-a");
+    play.abort(1_300, 1, "speech-a");
+    play.tick(10_000);
+    assert_close(&play.sink.seen(Family::OmniAudioTtfpS, 1), &[0.200]);
+    assert_eq!(play.sink.seen(Family::OmniAudioUnderrunS, 1), Vec::<f64>::new());
+}
+
+#[test]
 fn a_player_that_never_runs_dry_is_continuous() {
     let mut play = Play::omni(1);
     play.add(0, 0, add_streamed("r", 0));

@@ -9,7 +9,7 @@ use rustc_hash::FxHashMap;
 use slab::Slab;
 
 use super::{
-    audio::{AudioState, as_f64, seconds_between},
+    audio::{AudioState, FirstPacket, as_f64, seconds_between},
     book::{Book, Finished, NONE, Part, PartState, StageAudio, Task, UNKNOWN},
     labels::{Labels, STAGE_COUNTERS, STAGE_HISTOGRAMS, Sleep},
     sink::{ExtraId, ScopeId, Sink},
@@ -17,7 +17,7 @@ use super::{
 use crate::{
     host::identity::Flavor,
     metrics::catalogue::Family,
-    wire::message::{EngineOutputs, FinishReason, KvWait, Output, SchedulerStats},
+    wire::message::{EngineOutputs, FinishReason, KvWait, Output, OutputKind, SchedulerStats},
 };
 
 /// How long a request whose first output was read before its ADD waits for that ADD once it has finished.
@@ -275,7 +275,8 @@ impl Engine {
             stage.generated = stage.generated.saturating_add(output.new_tokens);
             let was_prefilling = stage.prefilling;
             if was_prefilling || !is_plain(output) {
-                self.special(slot, scope, output, now, time_ns, &mut batch, book, sink);
+                let is_omni = context.pipeline_scope.is_some();
+                self.special(slot, scope, output, now, time_ns, &mut batch, book, is_omni, sink);
             }
             let Some(stage) = self.slots.get_mut(slot as usize) else {
                 continue;
@@ -400,6 +401,7 @@ impl Engine {
         time_ns: u64,
         batch: &mut Batch,
         book: &mut Book,
+        is_omni: bool,
         sink: &mut S,
     ) {
         let Some(stage) = self.slots.get_mut(slot as usize) else {
@@ -420,11 +422,18 @@ impl Engine {
         if let Some(audio) = output.audio {
             self.audio_seen = true;
             let likely_rate = self.sample_rate;
-            stage
+            let state = stage
                 .audio
-                .get_or_insert_with(|| Box::new(AudioState::new(audio.sample_rate, likely_rate)))
-                .push(time_ns, audio.frames, audio.sample_rate);
+                .get_or_insert_with(|| Box::new(AudioState::new(audio.sample_rate, likely_rate)));
+            state.push(time_ns, audio.frames, audio.sample_rate);
             self.sample_rate = audio.sample_rate.or(likely_rate);
+            if state.first_packet.is_pending()
+                && let Some(first_ns) = state.first_ns
+                && is_omni
+            {
+                // At once: a stream that its client gives up has had its first packet too.
+                state.first_packet = first_packet(stage.request, stage.part, first_ns, scope, book, sink);
+            }
         }
         if !stage.prefilling {
             return;
@@ -836,6 +845,32 @@ fn observe<S: Sink + ?Sized>(family: Family, scope: ScopeId, value: f64, times: 
 /// Durations in seconds and counts that a request can have.
 fn is_duration(value: f64) -> bool {
     (0.0..MAX_SAMPLE).contains(&value)
+}
+
+/// The time to a request's first audio, where its ADD has been seen and tells that the response is streamed.
+fn first_packet<S: Sink + ?Sized>(
+    request: u32,
+    part: u8,
+    first_ns: u64,
+    scope: ScopeId,
+    book: &Book,
+    sink: &mut S,
+) -> FirstPacket {
+    let Some(request) = book.request(request) else {
+        return FirstPacket::Pending;
+    };
+    let part = request
+        .parts
+        .get(usize::from(part))
+        .filter(|part| part.is_added());
+    match (part.map(|part| part.output_kind), request.start_ns()) {
+        (Some(OutputKind::Delta), Some(start_ns)) => {
+            let seconds = seconds_between(start_ns, first_ns);
+            sink.observe(Family::OmniAudioTtfpS, scope, ExtraId::NONE, seconds, 1);
+            FirstPacket::Told
+        }
+        _ => FirstPacket::Pending,
+    }
 }
 
 /// A completed wait for the transfer of a request's cache.
