@@ -170,7 +170,7 @@ fn one_case(case: Case, args: &Args, kit: &Kit, agent: Option<&Path>, folder: &P
     match (case, run.server, run.agent) {
         (Case::OmniOff, _, Some(agent)) => {
             let right = off::check(&run.outcomes, &agent);
-            off::cannot_be_had(&agent, folder)?;
+            off::cannot_be_had(folder)?;
             Ok(right)
         }
         (Case::OmniOff, ..) => Ok(true),
