@@ -1,5 +1,5 @@
-//! Nothing from outside makes the decoders panic; cut frames say the part of the truth that they hold; redaction takes
-//! content and nothing else.
+//! Nothing from outside makes the decoders panic; cut frames say the part of the truth that they hold;
+//! redaction takes content and nothing else.
 
 #![allow(
     clippy::unwrap_used,
@@ -65,7 +65,8 @@ fn cut_outputs_hold_a_part_of_the_truth() {
         let decoded = case.decode(&mut decoder, payload.len(), &payload, &[]);
         let whole = outputs_of(&decoded).unwrap().clone();
         let statistics = offset_of(&payload, 2);
-        // The largest frames differ from others only in the number of outputs: every 7th cut is enough of them.
+        // The largest frames differ from others only in the number of outputs: every 7th cut is enough of
+        // them.
         let step = if payload.len() > 2000 { 7 } else { 1 };
         for (head, tail) in cuts(&payload).step_by(step) {
             let mut decoder = case.decoder(&case.versions());

@@ -13,7 +13,7 @@ use omnitap::{
     wire::{
         assemble::{Content, Decoded, Decoder},
         frame::Frame,
-        message::{Add, EngineOutputs, FinishReason, Message, Output, SchedulerStats},
+        message::{Add, EngineOutputs, FinishReason, Message, Output, OutputKind, SchedulerStats},
     },
 };
 use serde::Deserialize;
@@ -288,5 +288,14 @@ fn add_said(add: &Add<'_>) -> Value {
         ("resumable", set(add.resumable)),
         ("external_req_id", json!(add.external_req_id)),
         ("pooling", set(add.is_pooling)),
+        (
+            "output_kind",
+            match add.output_kind {
+                OutputKind::Cumulative => Value::Null,
+                OutputKind::Delta => json!("delta"),
+                OutputKind::FinalOnly => json!("final_only"),
+            },
+        ),
+        ("stop", set(add.has_stop_strings)),
     ])
 }
