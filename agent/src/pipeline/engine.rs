@@ -422,17 +422,17 @@ impl Engine {
         if let Some(audio) = output.audio {
             self.audio_seen = true;
             let likely_rate = self.sample_rate;
-            let state = stage
+            let heard = stage
                 .audio
                 .get_or_insert_with(|| Box::new(AudioState::new(audio.sample_rate, likely_rate)));
-            state.push(time_ns, audio.frames, audio.sample_rate);
+            heard.push(time_ns, audio.frames, audio.sample_rate);
             self.sample_rate = audio.sample_rate.or(likely_rate);
-            if state.first_packet.is_pending()
-                && let Some(first_ns) = state.first_ns
+            if heard.first_packet.is_pending()
+                && let Some(first_ns) = heard.first_ns
                 && is_omni
             {
                 // At once: a stream that its client gives up has had its first packet too.
-                state.first_packet = first_packet(stage.request, stage.part, first_ns, scope, book, sink);
+                heard.first_packet = first_packet(stage.request, stage.part, first_ns, scope, book, sink);
             }
         }
         if !stage.prefilling {
