@@ -191,7 +191,7 @@ settings! {
     /// for all programs of the host, at 20 to 30 ns a run.
     bpf_stats: bool = "tap.bpf-stats", ["false"];
     /// Pause between two looks at all processes. New processes are as a rule found at once, by the kernel's events.
-    scan_interval: Duration = "host.scan-interval", ["2s"], "100ms"..="5m";
+    scan_interval: Duration = "host.scan-interval", ["5s"], "100ms"..="5m";
     /// Names for models that can't be told from a command line, as `PATTERN=NAME`: the first pattern that is part of the
     /// title or command line of a pipeline's root process, or of its parent's, gives `model_name`.
     model_names: Vec<ModelName> = "host.model-name", [];
