@@ -140,7 +140,6 @@ class Orchestrator:
         # Engines that take requests: (stage, replica) -> socket pair and ZMQ identity.
         self.engines: dict[tuple[int, int], tuple[Client, int]] = {}
         self.requests: dict[str, truth.Request] = {}
-        self.aborted: dict[str, truth.Request] = {}
         self.turn = [0] * len(scenario.stages)
         self.number = 0
         # Frames on all sockets between the API process and the engines, but for 1-byte wake-ups.
@@ -167,19 +166,17 @@ class Orchestrator:
     async def _take(self, stage: int, replica: int, message: wire.Outputs) -> None:
         if message.scheduler_stats is not None:
             self.truth.stats(stage, replica, message.scheduler_stats)
-        under_way = {i: r for i, r in self.aborted.items() if message.timestamp < r.aborted}
-        known = self.requests | under_way
         if message.outputs:
-            self.truth.iteration(stage, replica, message.outputs, known)
+            self.truth.iteration(stage, replica, message.outputs, self.requests)
         for output in message.outputs:
             if output.kv_transfer_params:
                 self.truth.kv_wait(output.kv_transfer_params)
                 continue
-            request = known.get(output.request_id)
+            request = self.requests.get(output.request_id)
             if request is None or stage not in request.stages or request.stages[stage].finished:
                 continue
             self.truth.output(request, stage, output, message.timestamp)
-            if output.finish_reason is not None and not request.over:
+            if output.finish_reason is not None:
                 await self._finish(request, stage, wire.FinishReason(output.finish_reason).name.lower())
 
     async def _finish(self, request: truth.Request, stage: int, reason: str) -> None:
@@ -243,9 +240,6 @@ class Orchestrator:
             await asyncio.sleep(plan.abort_after)
             if not request.over:
                 self.truth.failed(request, "client_disconnect")
-                request.aborted = time.monotonic()
-                recent = {i: r for i, r in self.aborted.items() if request.aborted - r.aborted < 10}
-                self.aborted = recent | {request.id: request}
                 await self._abort_rest(request)
                 self._forget(request)
 
@@ -420,10 +414,19 @@ class Api:
             process = self.launcher.processes[where]
             signals = {"crash": signal.SIGUSR1, "flood": signal.SIGUSR2, "kill": signal.SIGKILL}
             os.kill(process.pid, signals[act.do])
-            if act.do != "flood":
+            if act.do == "flood":
+                await self._quiet(orchestrator)
+            else:
                 await asyncio.to_thread(process.join)
                 await orchestrator.lose(*where)
             say(event="acted", do=act.do, stage=act.stage, replica=act.replica)
+
+    async def _quiet(self, orchestrator: Orchestrator) -> None:
+        """Waits until nothing has come for a second."""
+        frames = -1
+        while frames != orchestrator.frames:
+            frames = orchestrator.frames
+            await asyncio.sleep(1)
 
 
 def coordinator_main(address: str) -> None:

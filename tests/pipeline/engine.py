@@ -245,6 +245,8 @@ class Engine:
             if request.paused == 0:
                 request.events.append(wire.Event(wire.EventType.SCHEDULED, now))
             return None
+        if work.stall_at == request.done:
+            return None
         if work.preempt_at == request.done and not request.preempted:
             request.preempted = True
             request.paused = 2

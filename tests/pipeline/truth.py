@@ -72,8 +72,6 @@ class Request(msgspec.Struct):
     stages: dict[int, AtStage]
     stream: bool
     over: bool = False
-    # Monotonic time of the ABORT: outputs that were under way then still count.
-    aborted: float | None = None
 
 
 class Truth:
