@@ -186,7 +186,7 @@ settings! {
     capture_limit: Size = "tap.capture-limit", ["64KiB"], "1KiB"..="64KiB";
     /// Ring buffer between kernel and agent, taken up to the next power of two. It holds what pipelines send while the
     /// agent is busy, and is locked memory.
-    ring_buffer: Size = "tap.ring-buffer", ["8MiB"], "256KiB"..="1GiB";
+    ring_buffer: Size = "tap.ring-buffer", ["4MiB"], "256KiB"..="1GiB";
     /// Whether the kernel measures the run time of BPF programs while the agent runs, for `omnitap_bpf_*`. It does so
     /// for all programs of the host, at 20 to 30 ns a run.
     bpf_stats: bool = "tap.bpf-stats", ["false"];
