@@ -58,7 +58,7 @@ fn observation(criterion: &mut Criterion) {
                 none,
                 0.021,
                 1,
-            )
+            );
         });
     });
     criterion.bench_function("registry/set", |b| {

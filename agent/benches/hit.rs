@@ -1,7 +1,7 @@
 //! What a hit of the probe costs: calls of the real `zmq_msg_send` without a probe, with an empty one, and with ours,
 //! all on the same instruction of one process, one after another.
 //!
-//! usage: hit SEND_LOOP LIBZMQ, as root. `cargo xtask bench --only hit` builds the first (`tests/real/send_loop.c`)
+//! Usage: `hit SEND_LOOP LIBZMQ`, as root. `cargo xtask bench --only hit` builds the first (`tests/real/send_loop.c`)
 //! and finds the second. Prints a JSON object a message size.
 
 use std::{

@@ -22,7 +22,7 @@ const SCRAPES: usize = 300;
 fn scrape(stream: &mut TcpStream, headers: &str, buffer: &mut Vec<u8>) -> std::io::Result<usize> {
     write!(stream, "GET /metrics HTTP/1.1\r\nHost: x\r\n{headers}\r\n")?;
     buffer.clear();
-    let mut chunk = [0; 64 << 10];
+    let mut chunk = vec![0; 64 << 10];
     loop {
         let read = stream.read(&mut chunk)?;
         buffer.extend_from_slice(chunk.get(..read).unwrap_or_default());

@@ -10,7 +10,7 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    io,
+    fs, io,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -24,6 +24,7 @@ use omnitap_ebpf::Counter as KernelCounter;
 use tracing::{error, info, warn};
 
 use crate::{
+    config::ModelName,
     host::{
         identity::{Change, Pipeline, PipelineId, ProcessKey},
         scan::{Host, Settings as HostSettings},
@@ -32,12 +33,15 @@ use crate::{
     observer::{Observer, Taken},
     record::{Entry, Item, OwnedFrame, RecordError},
     serve::{Status, TapState},
-    tap::{AttachError, Attached, Event, FailureReason, Reader, Settings as TapSettings, SiteKind, Tap, TapError},
+    tap::{
+        AttachError, Attached, Event, FailureReason, Reader, Settings as TapSettings, SiteKind, Tap, TapError,
+    },
     warn_limited,
+    wire::{assemble::FrameType, frame::Frame},
 };
 
 /// Longest time that a frame waits in the ring before it is read.
-const READ_INTERVAL: Duration = Duration::from_millis(50);
+const READ_INTERVAL: Duration = Duration::from_millis(100);
 /// Frames taken from the ring before changes and ticks get their turn.
 const READ_BATCH: usize = 4096;
 /// Time between ticks of the state machines.
@@ -73,12 +77,22 @@ pub struct Settings {
     pub tap: Option<TapSettings>,
     /// Discovery.
     pub host: HostSettings,
+    /// Names for models that no command line tells, the first match counts.
+    pub model_names: Vec<ModelName>,
     /// Time that taking the probes off may take at the end.
     pub shutdown_timeout: Duration,
 }
 
+/// Takes one entry of a recording.
+pub type EntrySink = Box<dyn FnMut(&Entry) -> Result<(), RecordError> + Send>;
+
 /// Takes what the reader sees, in order, for a recording.
-pub type Recorder = Box<dyn FnMut(Entry) -> Result<(), RecordError> + Send>;
+pub struct Recorder {
+    /// Whether token ids, text and tensors are blanked.
+    pub redact: bool,
+    /// Where entries go.
+    pub entry: EntrySink,
+}
 
 /// A running agent; [`Agent::stop`] ends it.
 pub struct Agent {
@@ -128,7 +142,11 @@ impl Agent {
             }
             None => (None, None),
         };
-        status.set_tap(if tap.is_some() { TapState::Up } else { TapState::Off });
+        status.set_tap(if tap.is_some() {
+            TapState::Up
+        } else {
+            TapState::Off
+        });
 
         let own = observer.own();
         let stop = Arc::new(AtomicBool::new(false));
@@ -144,6 +162,7 @@ impl Agent {
         };
         let discovery = Discovery {
             host: Host::new(settings.host.clone()),
+            model_names: settings.model_names.clone(),
             tap: tap.clone(),
             changes,
             attach,
@@ -184,14 +203,26 @@ impl Agent {
         for (site, count) in SiteKind::ALL.iter().zip(stats.attached) {
             own.set_total(Family::OmnitapProbesAttachedTotal, &[site.name()], to_f64(count));
         }
-        own.set(Family::OmnitapProbedProcesses, &[], to_f64(stats.processes as u64));
+        own.set(
+            Family::OmnitapProbedProcesses,
+            &[],
+            to_f64(stats.processes as u64),
+        );
         let (unread, size) = tap.ring_fill();
         own.set(Family::OmnitapRingBufferUnreadBytes, &[], to_f64(unread as u64));
         own.set(Family::OmnitapRingBufferSizeBytes, &[], f64::from(size));
         own.set_total(Family::OmnitapProbeAttachesTotal, &[], to_f64(stats.attaches));
-        own.set_total(Family::OmnitapProbeAttachSecondsTotal, &[], stats.attach_time.as_secs_f64());
+        own.set_total(
+            Family::OmnitapProbeAttachSecondsTotal,
+            &[],
+            stats.attach_time.as_secs_f64(),
+        );
         own.set_total(Family::OmnitapProbeDetachesTotal, &[], to_f64(stats.detaches));
-        own.set_total(Family::OmnitapProbeDetachSecondsTotal, &[], stats.detach_time.as_secs_f64());
+        own.set_total(
+            Family::OmnitapProbeDetachSecondsTotal,
+            &[],
+            stats.detach_time.as_secs_f64(),
+        );
         let received = [
             ("frame", stats.reader.frames),
             ("frame_retry", stats.reader.retries),
@@ -200,7 +231,11 @@ impl Agent {
         for (kind, count) in received {
             own.set_total(Family::OmnitapEventsReceivedTotal, &[kind], to_f64(count));
         }
-        own.set_total(Family::OmnitapEventsLostTotal, &["malformed"], to_f64(stats.reader.malformed));
+        own.set_total(
+            Family::OmnitapEventsLostTotal,
+            &["malformed"],
+            to_f64(stats.reader.malformed),
+        );
         match tap.counters() {
             Ok(counters) => {
                 for counter in KernelCounter::ALL {
@@ -218,8 +253,16 @@ impl Agent {
         }
         if self.bpf_stats {
             for program in tap.programs() {
-                own.set_total(Family::OmnitapBpfRunSecondsTotal, &[program.name], program.run_time.as_secs_f64());
-                own.set_total(Family::OmnitapBpfRunsTotal, &[program.name], to_f64(program.run_count));
+                own.set_total(
+                    Family::OmnitapBpfRunSecondsTotal,
+                    &[program.name],
+                    program.run_time.as_secs_f64(),
+                );
+                own.set_total(
+                    Family::OmnitapBpfRunsTotal,
+                    &[program.name],
+                    to_f64(program.run_count),
+                );
             }
         }
     }
@@ -238,7 +281,8 @@ impl Agent {
         // The attach thread ends with the host thread: nothing is attached from there on. One that hangs in the
         // kernel must not hold up the end.
         drop(self.notices.send(Notice::Stop));
-        while !self.finders.iter().all(JoinHandle::is_finished) && start.elapsed() < self.shutdown_timeout / 2 {
+        while !self.finders.iter().all(JoinHandle::is_finished) && start.elapsed() < self.shutdown_timeout / 2
+        {
             std::thread::sleep(Duration::from_millis(2));
         }
         let left = self.tap.map_or(0, |tap| {
@@ -261,16 +305,20 @@ fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHan
     std::thread::Builder::new().name(name.to_owned()).spawn(body)
 }
 
-/// CLOCK_MONOTONIC in nanoseconds, the clock of the frames.
+/// `CLOCK_MONOTONIC` in nanoseconds, the clock of the frames.
 fn monotonic_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
-    seconds.saturating_mul(1_000_000_000).saturating_add(u64::try_from(now.tv_nsec).unwrap_or(0))
+    seconds
+        .saturating_mul(1_000_000_000)
+        .saturating_add(u64::try_from(now.tv_nsec).unwrap_or(0))
 }
 
-/// Wall clock less CLOCK_MONOTONIC in nanoseconds.
+/// Wall clock less `CLOCK_MONOTONIC` in nanoseconds.
 fn wall_offset_ns() -> i64 {
-    let wall = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+    let wall = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_nanos());
     let offset = i128::try_from(wall).unwrap_or(i128::MAX) - i128::from(monotonic_ns());
     i64::try_from(offset).unwrap_or(0)
 }
@@ -302,7 +350,10 @@ impl Reading {
         }
         // What was sent before the probes went off.
         if let Some(open) = &mut reader {
-            while matches!(open.drain(Duration::ZERO, READ_BATCH, |event| self.event(event)), Ok(1..)) {}
+            while matches!(
+                open.drain(Duration::ZERO, READ_BATCH, |event| self.event(event)),
+                Ok(1..)
+            ) {}
         }
     }
 
@@ -335,15 +386,16 @@ impl Reading {
     fn event(&mut self, event: Event<'_>) {
         match event {
             Event::Frame(frame) => {
-                if self.observer.frame(&frame) == Taken::Unknown {
+                let mut taken = self.observer.frame(&frame);
+                if taken == Taken::Unknown {
                     // The probe went on after its change was sent: the change is here by now.
                     self.take_changes();
-                    if self.observer.frame(&frame) == Taken::Unknown {
-                        self.observer.stranger();
-                        return;
-                    }
+                    taken = self.observer.frame(&frame);
                 }
-                self.record(frame.time_ns, || Item::Frame(OwnedFrame::new(&frame)));
+                match taken {
+                    Taken::Known(kind) => self.record_frame(kind, &frame),
+                    Taken::Unknown => self.observer.stranger(),
+                }
             }
             // The host thread is there as long as this one; after its end news are of no use.
             Event::Exec { pid, .. } => drop(self.notices.send(Notice::Exec(pid))),
@@ -352,9 +404,18 @@ impl Reading {
         }
     }
 
+    fn record_frame(&mut self, kind: FrameType, frame: &Frame<'_>) {
+        let Some(recorder) = &self.recorder else { return };
+        let mut owned = OwnedFrame::new(frame);
+        if recorder.redact {
+            self.observer.redact(kind, &mut owned);
+        }
+        self.record(frame.time_ns, || Item::Frame(owned));
+    }
+
     fn record(&mut self, t: u64, item: impl FnOnce() -> Item) {
         if let Some(recorder) = &mut self.recorder
-            && let Err(source) = recorder(Entry { t, item: item() })
+            && let Err(source) = (recorder.entry)(&Entry { t, item: item() })
         {
             error!(error = %source, "recording ends here");
             self.recorder = None;
@@ -365,6 +426,7 @@ impl Reading {
 /// The host thread.
 struct Discovery {
     host: Host,
+    model_names: Vec<ModelName>,
     tap: Option<Tap>,
     changes: Sender<Change>,
     attach: Sender<Attach>,
@@ -411,7 +473,10 @@ impl Discovery {
         }
     }
 
-    fn tell(&mut self, change: Change) {
+    fn tell(&mut self, mut change: Change) {
+        if let Change::Pipeline(pipeline) = &mut change {
+            self.name_model(pipeline);
+        }
         let mut attach = None;
         match &change {
             Change::Process(process) => {
@@ -422,8 +487,11 @@ impl Discovery {
                 {
                     warn!(pid, error = %source, "the kernel won't tell of its forks and its end: scans will");
                 }
-                attach =
-                    Some(if process.role.is_tapped() { Attach::On(process.key) } else { Attach::Off(process.key) });
+                attach = Some(if process.role.is_tapped() {
+                    Attach::On(process.key)
+                } else {
+                    Attach::Off(process.key)
+                });
             }
             Change::ProcessGone(key) => {
                 info!(pid = key.pid, "process has ended");
@@ -434,15 +502,23 @@ impl Discovery {
                 attach = Some(Attach::Off(*key));
             }
             Change::Pipeline(pipeline) => {
-                let Pipeline { id, flavor, model, versions, .. } = pipeline;
+                let Pipeline {
+                    id,
+                    flavor,
+                    model,
+                    versions,
+                    ..
+                } = pipeline;
                 info!(pipeline = id.0, ?flavor, model, ?versions, "pipeline");
                 self.pipelines.insert(*id, pipeline.clone());
-                self.status.set_pipelines(self.pipelines.values().cloned().collect());
+                self.status
+                    .set_pipelines(self.pipelines.values().cloned().collect());
             }
             Change::PipelineGone(id) => {
                 info!(pipeline = id.0, "pipeline has ended");
                 self.pipelines.remove(id);
-                self.status.set_pipelines(self.pipelines.values().cloned().collect());
+                self.status
+                    .set_pipelines(self.pipelines.values().cloned().collect());
             }
         }
         // The change goes first: the reader looks for it when a frame comes from a process it does not know.
@@ -451,6 +527,36 @@ impl Discovery {
             drop(self.attach.send(attach));
         }
     }
+}
+
+impl Discovery {
+    /// Takes the configured name for a model that the command line does not tell.
+    fn name_model(&self, pipeline: &mut Pipeline) {
+        if pipeline.model.is_some() || self.model_names.is_empty() {
+            return;
+        }
+        let command_lines = [Some(pipeline.root.pid), parent(pipeline.root.pid)]
+            .into_iter()
+            .flatten()
+            .filter_map(|pid| fs::read(format!("/proc/{pid}/cmdline")).ok())
+            .map(|line| String::from_utf8_lossy(&line).replace('\0', " "));
+        for line in command_lines {
+            if let Some(known) = self
+                .model_names
+                .iter()
+                .find(|known| line.contains(&known.pattern))
+            {
+                pipeline.model = Some(known.name.clone());
+                pipeline.served_model.get_or_insert_with(|| known.name.clone());
+                return;
+            }
+        }
+    }
+}
+
+fn parent(pid: u32) -> Option<u32> {
+    let process = procfs::process::Process::new(i32::try_from(pid).ok()?).ok()?;
+    u32::try_from(process.stat().ok()?.ppid).ok()
 }
 
 /// The attach thread.
@@ -471,7 +577,9 @@ impl Attacher {
             };
             match next {
                 Ok(Attach::On(key)) => {
-                    if !self.attached.contains_key(&key) && !self.retries.keys().any(|(_, waiting)| *waiting == key) {
+                    if !self.attached.contains_key(&key)
+                        && !self.retries.keys().any(|(_, waiting)| *waiting == key)
+                    {
                         self.on(key, 0);
                     }
                 }
@@ -499,7 +607,10 @@ impl Attacher {
                     let (path, site) = (&probe.path, probe.kind.name());
                     info!(pid = key.pid, path, offset = probe.offset, site, "probe on");
                     if probe.kind == SiteKind::Slow {
-                        warn!(path, "no cheap instruction to probe in this file: a hit costs some 9 us, not 0.5 us");
+                        warn!(
+                            path,
+                            "no cheap instruction to probe in this file: a hit costs some 9 us, not 0.5 us"
+                        );
                     }
                 }
                 self.attached.insert(key, attached);

@@ -3,7 +3,7 @@
 use std::{
     fs::File,
     io::{self, BufWriter, Write},
-    path::{Path, PathBuf},
+    path::Path,
     process::ExitCode,
     time::Duration,
 };
@@ -16,17 +16,12 @@ use omnitap::{
     config::{Config, Effective, Flags},
     host::scan::Settings as HostSettings,
     logging,
-    metrics::{
-        catalogue,
-        registry::Limits,
-        text::Format,
-    },
+    metrics::{catalogue, registry::Limits, text::Format},
     observer::Observer,
     pipeline::tracker::Limits as TrackerLimits,
-    record::{Entries, Entry, Item, Writer},
+    record::{Entries, Entry, Writer},
     serve::{Content, Server, Status},
     tap::Settings as TapSettings,
-
 };
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
@@ -41,24 +36,40 @@ fn main() -> ExitCode {
     };
     let done = match cli.command {
         Command::Run(flags) => with_config(&flags, |config| run(config, None)),
-        Command::Record { file, with_content, flags } => {
-            with_config(&flags, |config| run(config, Some((file.clone(), with_content))))
-        }
+        Command::Record {
+            file,
+            with_content,
+            flags,
+        } => with_config(&flags, |config| run(config, Some((&file, with_content)))),
         Command::Check { json, flags } => with_config(&flags, |_| check(json)),
         Command::Config(flags) => return config(&flags),
-        Command::Families { markdown } => {
-            print(&if markdown { catalogue::markdown() } else { catalogue::list() })
-        }
+        Command::Families { markdown } => print(&if markdown {
+            catalogue::markdown()
+        } else {
+            catalogue::list()
+        }),
         Command::Replay { file, openmetrics } => replay(&file, openmetrics),
         Command::Version => print(&format!("omnitap {}\n", env!("CARGO_PKG_VERSION"))),
     };
     match done {
         Ok(status) => status,
         Err(error) => {
-            eprintln!("omnitap: {error:#}");
+            eprintln!("omnitap: {}", told(&error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error with its causes, each once: many name their cause in their own text.
+fn told(error: &anyhow::Error) -> String {
+    error.chain().fold(String::new(), |told, cause| {
+        let cause = cause.to_string();
+        match told.as_str() {
+            "" => cause,
+            so_far if so_far.contains(&cause) => told,
+            so_far => format!("{so_far}: {cause}"),
+        }
+    })
 }
 
 fn with_config(flags: &Flags, then: impl FnOnce(&Config) -> Result<ExitCode>) -> Result<ExitCode> {
@@ -84,7 +95,9 @@ fn config(flags: &Flags) -> ExitCode {
 /// Prints to standard output; a reader that has gone (`| head`) is no error.
 fn print(text: &str) -> Result<ExitCode> {
     match io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("cannot write to standard output"),
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(error).context("cannot write to standard output")
+        }
         _ => Ok(ExitCode::SUCCESS),
     }
 }
@@ -104,17 +117,31 @@ fn observer(config: &Config) -> Observer {
         retention: config.retention,
     };
     let next_stage_grace_ns = u64::try_from(config.grace.as_nanos()).unwrap_or(u64::MAX);
-    Observer::new(limits, TrackerLimits { next_stage_grace_ns, ..TrackerLimits::default() })
+    Observer::new(
+        limits,
+        TrackerLimits {
+            next_stage_grace_ns,
+            ..TrackerLimits::default()
+        },
+    )
 }
 
 fn check(json: bool) -> Result<ExitCode> {
     let report = check::run();
-    print(&if json { report.to_json()? } else { report.to_string() })?;
-    Ok(if report.works() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    print(&if json {
+        report.to_json()?
+    } else {
+        report.to_string()
+    })?;
+    Ok(if report.works() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 /// `omnitap run`, and `omnitap record` where a file is named.
-fn run(config: &Config, recording: Option<(PathBuf, bool)>) -> Result<ExitCode> {
+fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
     logging::init(config.log_level, config.log_format);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -125,24 +152,32 @@ fn run(config: &Config, recording: Option<(PathBuf, bool)>) -> Result<ExitCode> 
     runtime.block_on(async {
         let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
         let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+        let mut hang_up = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
         let observer = observer(config);
         let status = Status::default();
-        let content =
-            Content { exposition: observer.exposition(), own: observer.own(), status: status.clone() };
+        let content = Content {
+            exposition: observer.exposition(),
+            own: observer.own(),
+            status: status.clone(),
+        };
         let server = Server::bind(&config.listen, config.max_connections, content).await?;
-        for address in server.addresses() {
-            info!("serving http://{address}/metrics");
-        }
-        let (recorder, finish) = match &recording {
-            Some((file, with_content)) => recorder(file, *with_content)?,
+        let (recorder, finish) = match recording {
+            Some((file, with_content)) => recorder(file, with_content)?,
             None => (None, None),
         };
         let settings = Settings {
             tap: tap_settings(config),
-            host: HostSettings { scan_interval: config.scan_interval, ..HostSettings::default() },
+            host: HostSettings {
+                scan_interval: config.scan_interval,
+                ..HostSettings::default()
+            },
+            model_names: config.model_names.clone(),
             shutdown_timeout: config.shutdown_timeout,
         };
         let agent = Agent::start(&settings, observer, &status, recorder)?;
+        for address in server.addresses() {
+            info!("serving http://{address}/metrics");
+        }
         let mut failed = false;
         let watch = async {
             let mut sample = tokio::time::interval(SAMPLE_INTERVAL);
@@ -150,10 +185,13 @@ fn run(config: &Config, recording: Option<(PathBuf, bool)>) -> Result<ExitCode> 
                 tokio::select! {
                     _ = terminate.recv() => break,
                     _ = interrupt.recv() => break,
+                    _ = hang_up.recv() => break,
                     _ = sample.tick() => agent.sample(),
                 }
                 if !agent.is_alive() {
-                    error!("a thread of the agent has ended: stopping, so that whoever watches it starts it anew");
+                    error!(
+                        "a thread of the agent has ended: stopping, so that whoever watches it starts it anew"
+                    );
                     failed = true;
                     break;
                 }
@@ -161,14 +199,23 @@ fn run(config: &Config, recording: Option<(PathBuf, bool)>) -> Result<ExitCode> 
         };
         server.run(watch, Duration::from_millis(200)).await;
         info!("stopping");
-        let left = tokio::task::spawn_blocking(move || agent.stop()).await.context("cannot stop the agent")?;
+        let left = tokio::task::spawn_blocking(move || agent.stop())
+            .await
+            .context("cannot stop the agent")?;
         if left > 0 {
-            warn!(left, "probes are still on their way out; they go with this process");
+            warn!(
+                left,
+                "probes are still on their way out; they go with this process"
+            );
         }
         if let Some(finish) = finish {
             finish()?;
         }
-        Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+        Ok(if failed {
+            ExitCode::FAILURE
+        } else {
+            ExitCode::SUCCESS
+        })
     })
 }
 
@@ -181,18 +228,19 @@ fn recorder(file: &Path, with_content: bool) -> Result<(Option<Recorder>, Option
     let shared = std::sync::Arc::new(parking_lot::Mutex::new(Some(writer)));
     let name = file.to_path_buf();
     let entries = std::sync::Arc::clone(&shared);
-    let recorder: Recorder = Box::new(move |mut entry: Entry| {
-        if !with_content && let Item::Frame(frame) = &mut entry.item {
-            let _ = frame;
-        }
-        match entries.lock().as_mut() {
-            Some(writer) => writer.entry(&entry),
+    let recorder = Recorder {
+        redact: !with_content,
+        entry: Box::new(move |entry: &Entry| match entries.lock().as_mut() {
+            Some(writer) => writer.entry(entry),
             None => Ok(()),
-        }
-    });
+        }),
+    };
     let finish: Finish = Box::new(move || {
         if let Some(writer) = shared.lock().take() {
-            writer.finish()?.flush().with_context(|| format!("cannot write {}", name.display()))?;
+            writer
+                .finish()?
+                .flush()
+                .with_context(|| format!("cannot write {}", name.display()))?;
         }
         Ok(())
     });
@@ -202,10 +250,30 @@ fn recorder(file: &Path, with_content: bool) -> Result<(Option<Recorder>, Option
 fn replay(file: &Path, openmetrics: bool) -> Result<ExitCode> {
     let input = File::open(file).with_context(|| format!("cannot read {}", file.display()))?;
     let mut observer = observer(&Config::default());
+    let mut damage = None;
     for entry in Entries::new(input).with_context(|| file.display().to_string())? {
-        observer.replay(&entry.with_context(|| file.display().to_string())?);
+        match entry {
+            Ok(entry) => observer.replay(&entry),
+            Err(error) => {
+                damage = Some(error);
+                break;
+            }
+        }
     }
     let mut out = Vec::new();
-    observer.exposition().render_pipelines(&mut out, if openmetrics { Format::OpenMetrics } else { Format::Text });
-    print(&String::from_utf8(out).context("the exposition is not UTF-8")?)
+    observer.exposition().render_pipelines(
+        &mut out,
+        if openmetrics {
+            Format::OpenMetrics
+        } else {
+            Format::Text
+        },
+    );
+    let printed = print(&String::from_utf8(out).context("the exposition is not UTF-8")?)?;
+    match damage {
+        None => Ok(printed),
+        Some(error) => {
+            Err(error).with_context(|| format!("{}: only the part before the damage counts", file.display()))
+        }
+    }
 }

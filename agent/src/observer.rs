@@ -14,7 +14,7 @@ use crate::{
         text::Exposition,
     },
     pipeline::tracker::{Limits as TrackerLimits, Tracker},
-    record::{Entry, Item},
+    record::{Entry, Item, OwnedFrame},
     wire::{
         assemble::{Content, Decoder, FrameResult, FrameType},
         frame::Frame,
@@ -28,8 +28,8 @@ const STATS_AGE_NS: u64 = 60_000_000_000;
 /// Whether a frame could be taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Taken {
-    /// The frame's sender is known.
-    Known,
+    /// The frame's sender is known, and the frame is this.
+    Known(FrameType),
     /// The frame's sender is not a watched process: its change may still be on its way. Nothing was done.
     Unknown,
 }
@@ -92,7 +92,7 @@ impl Observer {
         self.own.clone()
     }
 
-    /// Wall clock less CLOCK_MONOTONIC in nanoseconds, to place what the wire gives as wall clock.
+    /// Wall clock less `CLOCK_MONOTONIC` in nanoseconds, to place what the wire gives as wall clock.
     pub fn wall_offset(&mut self, offset_ns: i64) {
         self.tracker.set_wall_offset(offset_ns);
     }
@@ -109,8 +109,12 @@ impl Observer {
                     }
                 }
                 // News of versions concern the layouts of processes that are known already.
-                let members: Vec<Process> =
-                    self.processes.values().filter(|process| process.pipeline == id).cloned().collect();
+                let members: Vec<Process> = self
+                    .processes
+                    .values()
+                    .filter(|process| process.pipeline == id)
+                    .cloned()
+                    .collect();
                 for process in &members {
                     self.introduce(process);
                 }
@@ -125,7 +129,8 @@ impl Observer {
         self.tracker.change(change, now_ns, &mut self.registry);
         if let Change::PipelineGone(id) = change {
             self.pipelines.remove(id);
-            self.registry.pipeline_ended(*id, self.origin + Duration::from_nanos(now_ns));
+            self.registry
+                .pipeline_ended(*id, self.origin + Duration::from_nanos(now_ns));
         }
         self.show(now_ns);
     }
@@ -133,12 +138,17 @@ impl Observer {
     fn introduce(&mut self, process: &Process) {
         if let Some(watched) = self.pipelines.get(&process.pipeline) {
             let Pipeline { flavor, versions, .. } = &watched.pipeline;
-            self.decoder.process_known(process.key.pid, process.role, *flavor, versions);
+            self.decoder
+                .process_known(process.key.pid, process.role, *flavor, versions);
         }
     }
 
     fn forget(&mut self, key: ProcessKey) {
-        if self.processes.get(&key.pid).is_some_and(|process| process.key == key) {
+        if self
+            .processes
+            .get(&key.pid)
+            .is_some_and(|process| process.key == key)
+        {
             self.processes.remove(&key.pid);
             self.decoder.process_gone(key.pid);
         }
@@ -146,27 +156,49 @@ impl Observer {
 
     /// Takes the next frame. Frames of one process come in the order in which it sent them.
     pub fn frame(&mut self, frame: &Frame<'_>) -> Taken {
-        let Some(process) = self.processes.get(&frame.pid) else { return Taken::Unknown };
+        let Some(process) = self.processes.get(&frame.pid) else {
+            return Taken::Unknown;
+        };
         let decoded = self.decoder.frame(frame);
         count(&mut self.frames, &self.own, decoded.kind, decoded.result);
         if let Some(watched) = self.pipelines.get_mut(&process.pipeline) {
             watched.frame_ns = Some(frame.time_ns);
             watched.unknown_layout |= decoded.result == FrameResult::UnknownLayout;
-            if let Content::Message { message: Message::Outputs(outputs), .. } = &decoded.content
+            if let Content::Message {
+                message: Message::Outputs(outputs),
+                ..
+            } = &decoded.content
                 && outputs.stats.is_some()
             {
                 watched.stats_ns = Some(frame.time_ns);
             }
         }
         if let Content::Message { message, .. } = &decoded.content {
-            self.tracker.message(frame.pid, frame.socket, frame.time_ns, message, &mut self.registry);
+            self.tracker.message(
+                frame.pid,
+                frame.socket,
+                frame.time_ns,
+                message,
+                &mut self.registry,
+            );
         }
-        Taken::Known
+        Taken::Known(decoded.kind)
+    }
+
+    /// Blanks the content of a frame for a recording; `kind` is what [`Self::frame`] said of it.
+    pub fn redact(&self, kind: FrameType, frame: &mut OwnedFrame) {
+        self.decoder
+            .redact(frame.pid, kind, frame.size, &mut frame.head, &mut frame.tail);
     }
 
     /// A frame whose sender stayed unknown: counted, nothing else.
     pub fn stranger(&mut self) {
-        count(&mut self.frames, &self.own, FrameType::Other, FrameResult::UnknownProcess);
+        count(
+            &mut self.frames,
+            &self.own,
+            FrameType::Other,
+            FrameResult::UnknownProcess,
+        );
     }
 
     /// Time passes: grace times end, stale snapshots stop counting, ended series expire. Once a second is right.
@@ -196,17 +228,32 @@ impl Observer {
             let label = [flavor_name(flavor)];
             let mut stages = BTreeSet::new();
             let mut replicas = BTreeSet::new();
-            let of_flavor = |id: &PipelineId| self.pipelines.get(id).is_some_and(|w| w.pipeline.flavor == flavor);
-            for process in self.processes.values().filter(|process| of_flavor(&process.pipeline)) {
-                if let Role::LlmStage { stage, replica } | Role::DiffusionStage { stage, replica } = process.role {
+            let of_flavor = |id: &PipelineId| {
+                self.pipelines
+                    .get(id)
+                    .is_some_and(|w| w.pipeline.flavor == flavor)
+            };
+            for process in self
+                .processes
+                .values()
+                .filter(|process| of_flavor(&process.pipeline))
+            {
+                if let Role::LlmStage { stage, replica } | Role::DiffusionStage { stage, replica } =
+                    process.role
+                {
                     stages.insert((process.pipeline, stage));
                     replicas.insert((process.pipeline, stage, replica));
                 }
             }
-            let pipelines = self.pipelines.values().filter(|watched| watched.pipeline.flavor == flavor).count();
+            let pipelines = self
+                .pipelines
+                .values()
+                .filter(|watched| watched.pipeline.flavor == flavor)
+                .count();
             self.own.set(Family::OmnitapPipelines, &label, to_f64(pipelines));
             self.own.set(Family::OmnitapStages, &label, to_f64(stages.len()));
-            self.own.set(Family::OmnitapReplicas, &label, to_f64(replicas.len()));
+            self.own
+                .set(Family::OmnitapReplicas, &label, to_f64(replicas.len()));
         }
         for (id, watched) in &mut self.pipelines {
             watched.show(*id, &self.own, now_ns);
@@ -216,11 +263,24 @@ impl Observer {
 
 impl Watched {
     fn new(pipeline: Pipeline) -> Self {
-        Self { pipeline, stats_ns: None, frame_ns: None, unknown_layout: false, info: None, state: None }
+        Self {
+            pipeline,
+            stats_ns: None,
+            frame_ns: None,
+            unknown_layout: false,
+            info: None,
+            state: None,
+        }
     }
 
     fn show(&mut self, id: PipelineId, own: &Own, now_ns: u64) {
-        let Pipeline { flavor, model, served_model, versions, .. } = &self.pipeline;
+        let Pipeline {
+            flavor,
+            model,
+            served_model,
+            versions,
+            ..
+        } = &self.pipeline;
         let text = |value: &Option<String>| value.clone().unwrap_or_else(|| "unknown".to_owned());
         let layout = match (self.unknown_layout, self.frame_ns) {
             (true, _) => "unknown",
@@ -240,11 +300,17 @@ impl Watched {
             if let Some(old) = &self.info {
                 own.remove(Family::OmnitapPipelineInfo, &old.each_ref().map(String::as_str));
             }
-            own.set(Family::OmnitapPipelineInfo, &info.each_ref().map(String::as_str), 1.0);
+            own.set(
+                Family::OmnitapPipelineInfo,
+                &info.each_ref().map(String::as_str),
+                1.0,
+            );
             self.info = Some(info);
         }
         let has_frames = self.frame_ns.is_some();
-        let has_stats = self.stats_ns.is_some_and(|at| now_ns.saturating_sub(at) <= STATS_AGE_NS);
+        let has_stats = self
+            .stats_ns
+            .is_some_and(|at| now_ns.saturating_sub(at) <= STATS_AGE_NS);
         if self.state.replace((has_frames, has_stats)) == Some((has_frames, has_stats)) {
             return;
         }
@@ -259,7 +325,11 @@ impl Watched {
                 Needs::Nothing => f64::from(u8::from(has_frames)),
                 Needs::LogStats | Needs::Feature => f64::from(u8::from(has_stats)),
             };
-            own.set(Family::OmnitapSourceState, &[&pipeline, row.name, row.source.as_str()], value);
+            own.set(
+                Family::OmnitapSourceState,
+                &[&pipeline, row.name, row.source.as_str()],
+                value,
+            );
         }
     }
 }

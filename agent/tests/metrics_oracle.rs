@@ -15,7 +15,9 @@ use omnitap::{
     },
     pipeline::sink::{Scope, Sink},
 };
-use serde_json::json;
+use serde_json::{Value, json};
+
+const MAX_MODEL_LEN: Option<u32> = Some(32_768);
 
 /// Values that print in each of the forms that there are.
 const VALUES: [f64; 12] = [
@@ -45,6 +47,39 @@ fn exposition_is_that_of_the_python_client() {
         max_series: 100_000,
         retention: Duration::ZERO,
     });
+    let ops = fill(&mut registry);
+    let text = |format| {
+        let mut out = Vec::new();
+        registry.exposition().render_pipelines(&mut out, format);
+        String::from_utf8_lossy(&out).into_owned()
+    };
+    let text_form = text(Format::Text);
+    let case = json!({
+        "families": families(&text_form),
+        "ops": ops,
+        "text": text_form,
+        "openmetrics": text(Format::OpenMetrics),
+    });
+
+    let mut judge = Command::new(python)
+        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/metrics_oracle.py"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = judge.stdin.take().unwrap();
+    input.write_all(case.to_string().as_bytes()).unwrap();
+    drop(input);
+    let output = judge.wait_with_output().unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stdout)
+    );
+}
+
+/// Writes to most families in four scopes; returns what it did, for the client to do the same.
+fn fill(registry: &mut Registry) -> Vec<Value> {
     let mut ops = Vec::new();
     for (number, (stage, replica)) in [(0, 0), (1, 0), (1, 1), (10, 2)].into_iter().enumerate() {
         let scope = Scope {
@@ -53,7 +88,7 @@ fn exposition_is_that_of_the_python_client() {
             served_model: "served".into(),
             stage: Some(stage),
             replica: Some(replica),
-            max_model_len: Some(32_768),
+            max_model_len: MAX_MODEL_LEN,
         };
         let id = registry.scope(&scope);
         for (nth, family) in pipelines().enumerate() {
@@ -65,21 +100,7 @@ fn exposition_is_that_of_the_python_client() {
             let extra: Vec<String> = row.extra_labels().map(|l| format!("{l} {stage}")).collect();
             let extra: Vec<&str> = extra.iter().map(String::as_str).collect();
             let extra_id = registry.extra(&extra);
-            let mut extra = extra.into_iter();
-            let labels: serde_json::Map<_, _> = row
-                .labels
-                .iter()
-                .map(|l| {
-                    let value = match *l {
-                        "model_name" if row.uses_served_model() => scope.served_model.clone(),
-                        "model_name" => scope.model.clone(),
-                        "stage" => stage.to_string(),
-                        "replica" => replica.to_string(),
-                        _ => extra.next().unwrap().to_owned(),
-                    };
-                    ((*l).to_owned(), value.into())
-                })
-                .collect();
+            let labels = labels(family, &scope, &extra);
             for round in 0..5 {
                 let value = VALUES[(nth + 5 * number + round) % VALUES.len()];
                 let op = match row.kind {
@@ -102,52 +123,40 @@ fn exposition_is_that_of_the_python_client() {
             }
         }
     }
-    let text = |format| {
-        let mut out = Vec::new();
-        registry.exposition().render_pipelines(&mut out, format);
-        String::from_utf8_lossy(&out).into_owned()
+    ops
+}
+
+fn labels(family: Family, scope: &Scope, extra: &[&str]) -> Value {
+    let mut extra = extra.iter();
+    let row = family.row();
+    let mut value = |label: &str| match label {
+        "model_name" if row.uses_served_model() => scope.served_model.clone(),
+        "model_name" => scope.model.clone(),
+        "stage" => scope.stage.map(|s| s.to_string()).unwrap_or_default(),
+        "replica" => scope.replica.map(|r| r.to_string()).unwrap_or_default(),
+        _ => extra.next().copied().unwrap_or_default().to_owned(),
     };
-    let ours = text(Format::Text);
-    let families: Vec<_> = pipelines()
-        .map(|f| {
-            let row = f.row();
-            let help = ours
-                .lines()
-                .find_map(|l| l.strip_prefix(&format!("# HELP {} ", row.name)));
+    row.labels
+        .iter()
+        .map(|l| ((*l).to_owned(), Value::from(value(l))))
+        .collect()
+}
+
+/// What the client has to know of the families; the HELP texts are those of the text that it judges.
+fn families(text: &str) -> Vec<Value> {
+    pipelines()
+        .map(|family| {
+            let row = family.row();
+            let help = format!("# HELP {} ", row.name);
             json!({
                 "name": row.name,
-                "help": help,
+                "help": text.lines().find_map(|l| l.strip_prefix(&help)),
                 "type": row.kind.as_str(),
                 "labels": row.labels,
-                "bounds": row.kind.buckets().map(|b| b.bounds(Some(32_768))),
+                "bounds": row.kind.buckets().map(|b| b.bounds(MAX_MODEL_LEN)),
             })
         })
-        .collect();
-    let case = json!({
-        "families": families,
-        "ops": ops,
-        "text": ours,
-        "openmetrics": text(Format::OpenMetrics),
-    });
-
-    let mut judge = Command::new(python)
-        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/metrics_oracle.py"))
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    judge
-        .stdin
-        .take()
-        .unwrap()
-        .write_all(case.to_string().as_bytes())
-        .unwrap();
-    let output = judge.wait_with_output().unwrap();
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stdout)
-    );
+        .collect()
 }
 
 fn pipelines() -> impl Iterator<Item = Family> {

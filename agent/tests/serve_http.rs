@@ -1,5 +1,7 @@
 //! The HTTP server over real sockets.
 
+#![expect(clippy::unwrap_used, reason = "a failure in a helper is a failed test")]
+
 use std::{
     io::{Read as _, Write as _},
     net::{SocketAddr, TcpListener, TcpStream},

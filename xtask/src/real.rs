@@ -152,7 +152,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 fn one_case(case: Case, args: &Args, kit: &Kit, agent: Option<&Path>, folder: &Path) -> Result<bool> {
     let mut server = Server::start(kit, case.server(), &folder.join("server.log"))?;
     at_rest(&server.metrics())?;
-    let run = attended(case, args, agent, &server, folder)?;
+    let mut run = attended(case, args, agent, &server, folder)?;
+    run.agent = run.agent.map(|page| page.of_models(&kit.models(case.server())));
     server.process.stop(Duration::from_secs(30))?;
     fs::write(
         folder.join("requests.json"),
@@ -169,14 +170,19 @@ fn one_case(case: Case, args: &Args, kit: &Kit, agent: Option<&Path>, folder: &P
     match (case, run.server, run.agent) {
         (Case::OmniOff, _, Some(agent)) => {
             let right = off::check(&run.outcomes, &agent);
-            off::cannot_be_had(&agent, folder)?;
+            off::cannot_be_had(folder)?;
             Ok(right)
         }
         (Case::OmniOff, ..) => Ok(true),
         (_, Some(server), agent) => {
             let text = fs::read_to_string(kit::files().join("parity.tsv"))?;
             let parity = Parity::parse(&text, case.name())?;
-            let report = compare::compare(&server, agent.as_ref().unwrap_or(&server), &parity);
+            let report = compare::compare(
+                &server,
+                agent.as_ref().unwrap_or(&server),
+                &parity,
+                u32::try_from(left).unwrap_or(u32::MAX),
+            );
             fs::write(folder.join("report.json"), serde_json::to_string_pretty(&report)?)?;
             show(&report);
             Ok(report.compared > 0 && report.unexplained().next().is_none())
@@ -194,7 +200,7 @@ fn attended(case: Case, args: &Args, agent: Option<&Path>, server: &Server, fold
     let server_before = load::get(&server.metrics())?;
     keep("server-before.txt", &server_before)?;
     let mut watcher = agent
-        .map(|program| Agent::start(program, server.process.pid(), &folder.join("agent.log")))
+        .map(|program| Agent::start(program, server.process.pid(), &folder.join("agent.log"), &[]))
         .transpose()?;
     let recorder = match (agent, args.record) {
         (Some(program), true) => Some(agent::record(

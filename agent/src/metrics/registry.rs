@@ -189,28 +189,30 @@ impl Registry {
         self.slots.retain(|_, slot| !matches!(slot, Slot::Refused));
     }
 
-    /// The child of a key, made and bound to its users at the first call. `None`: no sample, and that is counted.
-    fn child(&mut self, family: Family, key: Key, extra: ExtraId) -> Option<&Child> {
+    /// Gives the child of a key to `f`, made and bound to its users at the first call. Where there can be none,
+    /// there is no sample, and that is counted.
+    fn with_child<T>(
+        &mut self,
+        family: Family,
+        scope: ScopeId,
+        extra: ExtraId,
+        f: impl FnOnce(&Child) -> T,
+    ) -> Option<T> {
+        let key = Key::new(family, scope, extra);
+        if let Some(Slot::Live { child, .. }) = self.slots.get(&key) {
+            return Some(f(child));
+        }
         if !self.slots.contains_key(&key) {
             self.bind(family, key, extra);
         }
-        match self.slots.get(&key) {
-            Some(Slot::Live { .. }) => {}
-            Some(Slot::Unlabelled(reason)) => {
-                let reason = *reason;
-                self.skip(family, reason);
-                return None;
-            }
+        let reason = match self.slots.get(&key) {
+            Some(Slot::Live { child, .. }) => return Some(f(child)),
             Some(Slot::Refused) => return None,
-            None => {
-                self.skip(family, "unknown_scope");
-                return None;
-            }
-        }
-        match self.slots.get(&key) {
-            Some(Slot::Live { child, .. }) => Some(child),
-            _ => None,
-        }
+            Some(Slot::Unlabelled(reason)) => reason,
+            None => "unknown_scope",
+        };
+        self.skip(family, reason);
+        None
     }
 
     fn bind(&mut self, family: Family, key: Key, extra: ExtraId) {
@@ -334,20 +336,22 @@ impl Sink for Registry {
     }
 
     fn add(&mut self, family: Family, scope: ScopeId, extra: ExtraId, by: f64) {
-        if self.counts(family, by)
-            && let Some(child) = self.child(family, Key::new(family, scope, extra), extra)
-            && let Some(number) = child.number()
-        {
-            number.add(by);
+        if self.counts(family, by) {
+            self.with_child(family, scope, extra, |child| {
+                if let Some(number) = child.number() {
+                    number.add(by);
+                }
+            });
         }
     }
 
     fn observe(&mut self, family: Family, scope: ScopeId, extra: ExtraId, value: f64, times: u64) {
-        if self.counts(family, value)
-            && let Some(child) = self.child(family, Key::new(family, scope, extra), extra)
-            && let Some(histogram) = child.histogram()
-        {
-            histogram.observe(value, times);
+        if self.counts(family, value) {
+            self.with_child(family, scope, extra, |child| {
+                if let Some(histogram) = child.histogram() {
+                    histogram.observe(value, times);
+                }
+            });
         }
     }
 
@@ -361,7 +365,7 @@ impl Sink for Registry {
             return;
         };
         let key = Key::new(family, scope, extra);
-        let Some(id) = self.child(family, key, extra).map(|c| c.id) else {
+        let Some(id) = self.with_child(family, scope, extra, |child| child.id) else {
             return;
         };
         if let Some(Slot::Live { part, .. }) = self.slots.get_mut(&key) {

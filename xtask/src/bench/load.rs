@@ -36,7 +36,7 @@ impl Large {
         let scenario = json!({
             "forward": "finished",
             "stages": [
-                {"kind": "ar", "replicas": REPLICAS, "step_ms": 20, "wakeups_hz": 0},
+                {"kind": "ar", "replicas": REPLICAS, "step_ms": 20, "wakeups_hz": 1},
             ],
             "phases": [
                 {"requests": [{
@@ -50,7 +50,7 @@ impl Large {
             ]
         });
         let mut pipeline = Pipeline::start(Options::omni("large"), &scenario)?;
-        let agent = Agent::start(program, pipeline.pid(), &folder.join("agent.log"))?;
+        let agent = Agent::start(program, pipeline.pid(), &folder.join("agent.log"), &[])?;
         pipeline.play()?;
         at_rest(&agent.metrics())?;
         Ok(Self { agent, pipeline })
@@ -121,7 +121,7 @@ pub(super) fn idle(program: &Path, folder: &Path) -> Result<Vec<Figure>> {
         "phases": [{"requests": [{"stages": [{"tokens": 4}, {"chunks": [{"frames": 2400}]}]}]}]
     });
     let mut pipeline = Pipeline::start(Options::omni("idle"), &scenario)?;
-    let mut agent = Agent::start(program, pipeline.pid(), &folder.join("agent.log"))?;
+    let mut agent = Agent::start(program, pipeline.pid(), &folder.join("agent.log"), &[])?;
     pipeline.play()?;
     at_rest(&agent.metrics())?;
     let before = run_time(agent.pid()).context("no schedstat")?;

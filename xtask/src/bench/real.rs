@@ -1,8 +1,8 @@
 //! What the probes cost the real Audex server: CPU time and latency of a speech request.
 
-use std::{fs, path::Path, time::Duration};
+use std::{path::Path, time::Duration};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use super::{
     Bound, Figure, hit,
@@ -23,7 +23,6 @@ const BLOCK: usize = 15;
 /// CPU time of vLLM-Omni's own statistics for one speech request, in milliseconds, measured on this server with
 /// two cores: 49 us an output frame and 1.4 ms a request.
 const OWN_STATISTICS_MS: f64 = 4.7;
-const SWITCH: &str = "/proc/sys/kernel/bpf_stats_enabled";
 
 /// One side's samples.
 #[derive(Default)]
@@ -39,7 +38,6 @@ pub(super) fn measure(program: &Path, folder: &Path, requests: usize) -> Result<
     let empty_hit = hit::empty_hit()?;
     let kit = Kit::install()?;
     let server = Server::start(&kit, Kind::Omni { log_stats: true }, &folder.join("server.log"))?;
-    let statistics = Statistics::on()?;
     at_rest(&server.metrics())?;
     let mut without = Side::default();
     let mut with = Side::default();
@@ -47,8 +45,17 @@ pub(super) fn measure(program: &Path, folder: &Path, requests: usize) -> Result<
     let (mut runs, mut run_seconds) = (0.0, 0.0);
     for block in 0..requests.div_ceil(BLOCK) * 2 {
         if block % 4 == 1 || block % 4 == 2 {
-            let mut watcher = Agent::start(program, server.process.pid(), &folder.join("agent.log"))?;
+            let mut watcher = Agent::start(
+                program,
+                server.process.pid(),
+                &folder.join("agent.log"),
+                &["--tap.bpf-stats"],
+            )?;
             let before = Exposition::parse(&watcher.scrape()?)?;
+            ensure!(
+                before.total("omnitap_pipelines", &[]) == Some(1.0),
+                "another pipeline runs on this host: its hits would count too"
+            );
             one_block(&server, &mut with)?;
             let page = Exposition::parse(&watcher.scrape()?)?;
             let added = page.since(&before);
@@ -61,7 +68,6 @@ pub(super) fn measure(program: &Path, folder: &Path, requests: usize) -> Result<
             one_block(&server, &mut without)?;
         }
     }
-    drop(statistics);
     #[expect(clippy::cast_precision_loss, reason = "some hundred requests")]
     let count = with.latency.len() as f64;
     let hits = runs / count;
@@ -126,23 +132,4 @@ fn cpu(server: &Server) -> Duration {
         .keys()
         .filter_map(|&pid| run_time(pid))
         .sum()
-}
-
-/// The kernel's run statistics of BPF programs, on while this lives.
-struct Statistics(String);
-
-impl Statistics {
-    fn on() -> Result<Self> {
-        let before = fs::read_to_string(SWITCH).with_context(|| format!("cannot read {SWITCH}"))?;
-        fs::write(SWITCH, "1").with_context(|| format!("cannot write {SWITCH}"))?;
-        Ok(Self(before))
-    }
-}
-
-impl Drop for Statistics {
-    fn drop(&mut self) {
-        if let Err(error) = fs::write(SWITCH, &self.0) {
-            eprintln!("xtask: cannot set {SWITCH} back to {}: {error}", self.0.trim());
-        }
-    }
 }

@@ -1,6 +1,7 @@
 //! The agent under test: built, started beside a server, scraped, ended.
 
 use std::{
+    fs,
     path::{Path, PathBuf},
     process::{Command, ExitStatus},
     time::Duration,
@@ -34,49 +35,43 @@ pub(crate) struct Agent {
 }
 
 impl Agent {
-    /// Starts the agent and waits until it watches the server with this pid.
-    pub(crate) fn start(program: &Path, server: u32, log: &Path) -> Result<Self> {
+    /// Starts the agent and waits until it has probed the server with this pid and all its engines.
+    pub(crate) fn start(program: &Path, server: u32, log: &Path, flags: &[&str]) -> Result<Self> {
         ensure!(
             setup::is_root(),
             "the agent loads BPF programs: run this task as root"
         );
         let port = free_port()?;
         let mut command = Command::new(program);
-        command.args(["run", "--web.listen-address", &format!("127.0.0.1:{port}")]);
-        let process = Process::start("the agent", &command, log)?;
-        let mut agent = Self { process, port };
-        let url = format!("http://127.0.0.1:{port}");
+        command
+            .args(["run", "--web.listen-address", &format!("127.0.0.1:{port}")])
+            .args(flags);
+        let mut process = Process::start("the agent", &command, log)?;
         let every = Duration::from_millis(50);
-        let ready = agent
-            .process
-            .wait_until("/readyz", ATTACH, every, || {
-                load::get(&format!("{url}/readyz")).is_ok()
-            })
+        let url = format!("http://127.0.0.1:{port}/readyz");
+        let ready = process
+            .wait_until("/readyz", ATTACH, every, || load::get(&url).is_ok())
             .with_context(|| format!("its output is in {}", log.display()))?;
-        let metrics = agent.metrics();
-        let attached = agent
-            .process
-            .wait_until("its probes in the server", ATTACH, every, || {
-                load::get(&metrics)
-                    .and_then(|page| Exposition::parse(&page))
-                    .is_ok_and(|page| {
-                        page.total("omnitap_probes_attached", &[])
-                            .is_some_and(|n| n > 0.0)
-                    })
-            })
-            .with_context(|| {
-                format!(
-                    "the server's processes are {:?}, the agent's output is in {}",
-                    descendants(server).keys(),
-                    log.display()
-                )
-            })?;
+        let wanted: Vec<u32> = descendants(server)
+            .into_keys()
+            .filter(|&pid| pid == server || is_engine(pid))
+            .collect();
+        let has_all = || {
+            let text = fs::read_to_string(log).unwrap_or_default();
+            wanted
+                .iter()
+                .all(|pid| text.contains(&format!("probe on pid={pid} ")))
+        };
+        let attached = process
+            .wait_until("its probes in the server", ATTACH, every, has_all)
+            .with_context(|| format!("wanted in {wanted:?}; the agent's output is in {}", log.display()))?;
         println!(
-            "  agent ready after {:.2} s, probes in the server after {:.2} s",
+            "  agent ready after {:.2} s, probes in {} processes after {:.2} s",
             ready.as_secs_f64(),
+            wanted.len(),
             (ready + attached).as_secs_f64()
         );
-        Ok(agent)
+        Ok(Self { process, port })
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -99,10 +94,16 @@ impl Agent {
     }
 }
 
+/// The core of a stage or of plain vLLM, by its title.
+fn is_engine(pid: u32) -> bool {
+    fs::read(format!("/proc/{pid}/cmdline"))
+        .is_ok_and(|title| String::from_utf8_lossy(&title).contains("EngineCore"))
+}
+
 /// Starts a recording of what the tap sees.
 pub(crate) fn record(program: &Path, file: &Path, log: &Path) -> Result<Process> {
     if let Some(folder) = file.parent() {
-        std::fs::create_dir_all(folder)?;
+        fs::create_dir_all(folder)?;
     }
     let mut command = Command::new(program);
     command.arg("record").arg(file);

@@ -162,6 +162,18 @@ impl Exposition {
         now
     }
 
+    /// Without the children of other models: the agent watches all pipelines of the host.
+    pub(crate) fn of_models(mut self, models: &[String]) -> Self {
+        for family in self.0.values_mut() {
+            family.children.retain(|labels, _| {
+                labels
+                    .get("model_name")
+                    .is_none_or(|model| models.contains(model))
+            });
+        }
+        self
+    }
+
     /// The sum of a family's children that have these labels; `None` if there is no such child.
     pub(crate) fn total(&self, family: &str, labels: &[(&str, &str)]) -> Option<f64> {
         self.matching(family, labels)
@@ -259,6 +271,16 @@ up 1
                 sum: 1.5,
                 count: 2.0
             })
+        );
+    }
+
+    #[test]
+    fn other_models_are_left_out() {
+        let text = "# TYPE vllm:n counter\nvllm:n{model_name=\"a\"} 1\nvllm:n{model_name=\"b\"} 2\nup 1\n";
+        let page = Exposition::parse(text).unwrap().of_models(&["b".to_owned()]);
+        assert_eq!(
+            (page.total("vllm:n", &[]), page.total("up", &[])),
+            (Some(2.0), Some(1.0))
         );
     }
 

@@ -161,6 +161,18 @@ impl Kit {
         command
     }
 
+    /// The values of `model_name` that a server's families have.
+    pub(crate) fn models(&self, kind: Kind) -> [String; 2] {
+        let (served, folder) = match kind {
+            Kind::Vllm => ("tiny", "tiny-llama"),
+            Kind::Omni { .. } => ("audex", "tiny-audex"),
+        };
+        [
+            served.to_owned(),
+            self.folder.join(folder).to_string_lossy().into_owned(),
+        ]
+    }
+
     /// The command of a server on `127.0.0.1:port`.
     pub(crate) fn serve(&self, kind: Kind, port: u16) -> Command {
         let mut command = self.server_python();
