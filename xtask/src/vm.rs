@@ -182,6 +182,9 @@ fn check(machine: &Machine, args: &Args) -> Result<Passed> {
         .lines()
         .find_map(|line| line.trim().strip_prefix("test result: "));
     match (exit, tests) {
+        (Some("0"), Some(tests)) if tests.contains(" 0 passed") => {
+            bail!("no test ran; see {}", log.display())
+        }
         (Some("0"), Some(tests)) => Ok(Passed {
             release,
             tests: tests.split(';').take(2).collect::<Vec<_>>().join(","),
