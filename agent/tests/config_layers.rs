@@ -45,7 +45,7 @@ fn defaults_are_valid_and_shown() {
     assert_eq!(config.listen.len(), 1);
     assert_eq!(config.listen[0].to_string(), "127.0.0.1:9477");
     assert_eq!(config.capture_limit, Size(64 << 10));
-    assert_eq!(config.ring_buffer, Size(8 << 20));
+    assert_eq!(config.ring_buffer, Size(4 << 20));
     assert_eq!(config.retention, Duration::from_mins(15));
     assert_eq!(config.max_series, 50_000);
     assert!(config.ebpf && !config.bpf_stats);
