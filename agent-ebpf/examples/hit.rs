@@ -29,8 +29,9 @@ use omnitap_ebpf::{Config, watch};
 
 const ROUNDS: usize = 5;
 /// Calls between two looks into the ring, which must hold what they leave there.
-const BATCH: u64 = 1000;
-const BATCHES: u64 = 60;
+const BATCH: u64 = 200;
+const RING: u32 = 256 << 10;
+const BATCHES: u64 = 300;
 const SIZES: [(&str, usize); 3] = [
     ("dropped_1_byte", 1),
     ("captured_64_byte", 64),
@@ -76,7 +77,7 @@ fn measure(size: usize) -> [f64; 3] {
             capture_limit: 64 * 1024,
             wakeup_bytes: 4 << 20,
         };
-        let mut tap = Tap::load(8 << 20, config);
+        let mut tap = Tap::load(RING, config);
         tap.watch(sender.pid(), watch::FRAMES);
         tap.attach(sender.pid(), &library);
         rounds[2].push(time(&mut sender, Some(&mut tap)));

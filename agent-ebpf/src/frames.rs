@@ -31,8 +31,6 @@ const TYPE_CMSG: u8 = 104;
 const TYPE_ZCLMSG: u8 = 105;
 const MSG_CONTENT: u64 = 8;
 const MSG_VSM_SIZE: u64 = 41;
-/// An aligned word that holds size (its second byte) and type (its third).
-const MSG_TYPE_WORD: u64 = 40;
 const VSM_MAX: u64 = 33;
 
 /// The time of the payload, in nanoseconds, of multipart messages whose last part has not come yet.
@@ -122,31 +120,49 @@ fn opaque(mut value: u64) -> u64 {
     value
 }
 
-/// Process and thread of a hit, as `bpf_get_current_pid_tgid` gives them. Lies on the stack, where the lookup
-/// needs the process id anyway, so that it need not be asked for again.
-#[repr(transparent)]
-struct Id(u64);
+/// The one buffer on the stack: five words, in turn for all that has to lie there.
+///
+/// The compiler would keep the content's address and size beside it. With 48 bytes in all there is no room,
+/// so they live in the buffer too, and are loaded anew at each use.
+struct Buffer(MaybeUninit<[u64; 5]>);
 
-impl Id {
-    /// The process id, where it lies.
+impl Buffer {
+    const BYTES: u32 = 40;
+    const CONTENT: usize = 2;
+    const SIZE: usize = 3;
+    const TIME: usize = 4;
+
     #[inline(always)]
-    fn tgid(&self) -> &u32 {
-        // SAFETY: the upper half of the word: the target is little-endian.
-        unsafe { &*(&raw const self.0).cast::<u32>().add(1) }
+    fn start(&mut self) -> *mut u64 {
+        self.0.as_mut_ptr().cast()
+    }
+
+    /// A word that was written before.
+    #[inline(always)]
+    fn get(&self, word: usize) -> u64 {
+        // SAFETY: inside the buffer for the numbers used here; the verifier refuses a word never written.
+        unsafe { self.0.as_ptr().cast::<u64>().add(word).read_volatile() }
     }
 
     #[inline(always)]
-    fn get(&self) -> u64 {
-        // SAFETY: a reference. Volatile, so that the word is not kept in a register, of which there are few.
-        unsafe { (&raw const self.0).read_volatile() }
+    fn set(&mut self, word: usize, value: u64) {
+        // SAFETY: inside the buffer for the numbers used here.
+        unsafe { self.start().add(word).write_volatile(value) };
+    }
+
+    /// Makes the key of `MESSAGES` in the first two words.
+    #[inline(always)]
+    fn message_key(&mut self, ctx: &ProbeContext) -> &[u64; 2] {
+        self.set(0, socket(ctx));
+        self.set(1, bpf_get_current_pid_tgid() >> 32);
+        // SAFETY: just written.
+        unsafe { &*self.0.as_ptr().cast() }
     }
 }
 
 #[inline(always)]
 fn frame(ctx: &ProbeContext) -> Counter {
-    // The one buffer on the stack, used several times.
-    let mut buffer = MaybeUninit::<[u64; 2]>::uninit();
-    let to = buffer.as_mut_ptr().cast::<u64>();
+    let mut buffer = Buffer(MaybeUninit::uninit());
 
     // Nine of ten calls are wake-ups of one byte. They are told by the two bytes of size and type, before
     // even the process is looked up: a hit that gives no record need not be of a watched process. Reading
@@ -155,10 +171,12 @@ fn frame(ctx: &ProbeContext) -> Counter {
     let (mut vsm_size, mut kind) = (0, 0);
     if !has_more(ctx) {
         // SAFETY: reads at most 3 bytes into `buffer`.
-        let len = unsafe { bpf_probe_read_user_str(to.cast(), 3, (msg(ctx) + MSG_VSM_SIZE) as *const _) };
+        let len = unsafe {
+            bpf_probe_read_user_str(buffer.start().cast(), 3, (msg(ctx) + MSG_VSM_SIZE) as *const _)
+        };
         if len == 3 {
             // SAFETY: just read.
-            let bytes = unsafe { buffer.as_ptr().cast::<[u8; 2]>().read() };
+            let bytes = unsafe { buffer.start().cast::<[u8; 2]>().read() };
             (vsm_size, kind) = (u64::from(bytes[0]), bytes[1]);
             if kind == TYPE_VSM && vsm_size == 1 && open_messages() == 0 {
                 return Counter::Short;
@@ -166,69 +184,55 @@ fn frame(ctx: &ProbeContext) -> Counter {
         }
     }
 
-    let id = Id(bpf_get_current_pid_tgid());
-    if !is_watched(id.tgid(), watch::FRAMES) {
+    if !is_watched((bpf_get_current_pid_tgid() >> 32) as u32, watch::FRAMES) {
         return Counter::Unwatched;
     }
-    if kind == 0 {
-        // SAFETY: reads into the first word of `buffer`.
-        if !unsafe { read(to.cast(), 8, msg(ctx) + MSG_TYPE_WORD) } {
+    if kind != TYPE_VSM {
+        // All that matters of the message in one read, as each has its price whatever its length.
+        // SAFETY: fills the buffer.
+        if !unsafe { read(buffer.start().cast(), Buffer::BYTES, msg(ctx) + MSG_CONTENT) } {
             return Counter::LostUnreadable;
         }
-        // SAFETY: just read.
-        let word = unsafe { to.read() };
+        let word = buffer.get(4);
         (vsm_size, kind) = (word >> 8 & 0xff, (word >> 16) as u8);
     }
-    let (content, size);
     if kind == TYPE_VSM {
-        content = msg(ctx) + MSG_CONTENT;
-        size = vsm_size;
-        if size > VSM_MAX {
+        if vsm_size > VSM_MAX {
             return Counter::LostUnknownType;
         }
+        buffer.set(Buffer::CONTENT, msg(ctx) + MSG_CONTENT);
+        buffer.set(Buffer::SIZE, vsm_size);
     } else {
-        let mut from = msg(ctx) + MSG_CONTENT;
         if kind == TYPE_LMSG || kind == TYPE_ZCLMSG {
-            // SAFETY: reads into the first word of `buffer`.
-            if !unsafe { read(to.cast(), 8, from) } {
+            // SAFETY: fills the first two words of the buffer.
+            if !unsafe { read(buffer.start().cast(), 16, buffer.get(0)) } {
                 return Counter::LostUnreadable;
             }
-            // SAFETY: just read.
-            from = unsafe { to.read() };
         } else if kind != TYPE_CMSG {
             return Counter::LostUnknownType;
         }
-        // SAFETY: reads into `buffer`.
-        if !unsafe { read(to.cast(), 16, from) } {
-            return Counter::LostUnreadable;
-        }
-        // SAFETY: just read.
-        [content, size] = unsafe { buffer.assume_init() };
+        buffer.set(Buffer::CONTENT, buffer.get(0));
+        buffer.set(Buffer::SIZE, buffer.get(1));
     }
 
-    let is_aux = if open_messages() != 0 {
-        let key = buffer.write([socket(ctx), id.get() >> 32]);
-        is_behind_payload(ctx, key)
-    } else {
-        false
-    };
+    let is_aux = open_messages() != 0 && is_behind_payload(ctx, &mut buffer);
     if has_more(ctx) {
-        if !is_aux && size > PREFIX_MAX {
-            let key = buffer.write([socket(ctx), id.get() >> 32]);
-            remember(key);
+        if !is_aux && buffer.get(Buffer::SIZE) > PREFIX_MAX {
+            remember(ctx, &mut buffer);
         }
-    } else if size <= 1 {
+    } else if buffer.get(Buffer::SIZE) <= 1 {
         return Counter::Short;
     }
     if is_aux {
-        return header_only(ctx, &id, content, size);
+        return header_only(ctx, &buffer);
     }
-    capture(ctx, &id, content, size)
+    capture(ctx, &buffer)
 }
 
 /// Whether this part comes behind its message's payload. Forgets the message at its last part.
 #[inline(always)]
-fn is_behind_payload(ctx: &ProbeContext, key: &[u64; 2]) -> bool {
+fn is_behind_payload(ctx: &ProbeContext, buffer: &mut Buffer) -> bool {
+    let key = buffer.message_key(ctx);
     let Some(last) = MESSAGES.get_ptr_mut(key) else {
         return false;
     };
@@ -245,10 +249,14 @@ fn is_behind_payload(ctx: &ProbeContext, key: &[u64; 2]) -> bool {
 
 /// Remembers that a message's payload has come and further parts will.
 #[inline(always)]
-fn remember(key: &[u64; 2]) {
+fn remember(ctx: &ProbeContext, buffer: &mut Buffer) {
+    buffer.set(Buffer::TIME, now());
+    // SAFETY: inside the buffer, and just written.
+    let time = unsafe { &*buffer.start().add(Buffer::TIME) };
+    let key = buffer.message_key(ctx);
     // A message that its sender gave up keeps its entry, and stays counted once.
     let is_new = MESSAGES.get_ptr(key).is_none();
-    if MESSAGES.insert(key, now(), 0).is_err() {
+    if MESSAGES.insert(key, time, 0).is_err() {
         count(Counter::MessageNotKept);
     } else if is_new {
         add_open_messages(1);
@@ -271,24 +279,17 @@ struct Slot<const N: usize> {
 ///
 /// `to` must be a header inside a reserved record.
 #[inline(always)]
-unsafe fn write_header(
-    to: *mut FrameHeader,
-    ctx: &ProbeContext,
-    id: &Id,
-    flags: u32,
-    content: u64,
-    size: u64,
-) {
+unsafe fn write_header(to: *mut FrameHeader, ctx: &ProbeContext, flags: u32, buffer: &Buffer) {
     // SAFETY: of the caller.
     unsafe {
-        (&raw mut (*to).content).write_volatile(content);
-        (&raw mut (*to).size).write_volatile(size);
+        (&raw mut (*to).content).write_volatile(buffer.get(Buffer::CONTENT));
+        (&raw mut (*to).size).write_volatile(buffer.get(Buffer::SIZE));
         (&raw mut (*to).socket).write_volatile(socket(ctx));
         (&raw mut (*to).flags).write_volatile(if has_more(ctx) { flags | flag::MORE } else { flags });
         (&raw mut (*to).kind).write_volatile(Kind::Frame as u32);
         (&raw mut (*to).head_len).write_volatile(0);
         (&raw mut (*to).tail_len).write_volatile(0);
-        let id = id.get();
+        let id = bpf_get_current_pid_tgid();
         (&raw mut (*to).tgid).write_volatile((id >> 32) as u32);
         (&raw mut (*to).tid).write_volatile(id as u32);
         (&raw mut (*to).time_ns).write_volatile(now());
@@ -296,43 +297,46 @@ unsafe fn write_header(
 }
 
 #[inline(always)]
-fn header_only(ctx: &ProbeContext, id: &Id, content: u64, size: u64) -> Counter {
+fn header_only(ctx: &ProbeContext, buffer: &Buffer) -> Counter {
     let Some(mut record) = EVENTS.reserve::<FrameHeader>(0) else {
         return Counter::LostRingFull;
     };
     // SAFETY: the record is one header.
-    unsafe { write_header(record.as_mut_ptr(), ctx, id, flag::AUX, content, size) };
+    unsafe { write_header(record.as_mut_ptr(), ctx, flag::AUX, buffer) };
     record.submit(wakeup(size_of::<FrameHeader>()));
     Counter::Aux
 }
 
 #[inline(always)]
-fn capture(ctx: &ProbeContext, id: &Id, content: u64, size: u64) -> Counter {
+fn capture(ctx: &ProbeContext, buffer: &Buffer) -> Counter {
     const CLASSES: [usize; 6] = {
         let [a, b, c, d, e, f] = SIZE_CLASSES;
         [
             a as usize, b as usize, c as usize, d as usize, e as usize, f as usize,
         ]
     };
-    let len = size.min(capture_limit()).min(CAPTURE_LIMIT_MAX as u64);
+    let len = buffer
+        .get(Buffer::SIZE)
+        .min(capture_limit())
+        .min(CAPTURE_LIMIT_MAX as u64);
     if len <= CLASSES[0] as u64 {
-        captured::<{ CLASSES[0] }>(ctx, id, content, size, len)
+        captured::<{ CLASSES[0] }>(ctx, buffer, len)
     } else if len <= CLASSES[1] as u64 {
-        captured::<{ CLASSES[1] }>(ctx, id, content, size, len)
+        captured::<{ CLASSES[1] }>(ctx, buffer, len)
     } else if len <= CLASSES[2] as u64 {
-        captured::<{ CLASSES[2] }>(ctx, id, content, size, len)
+        captured::<{ CLASSES[2] }>(ctx, buffer, len)
     } else if len <= CLASSES[3] as u64 {
-        captured::<{ CLASSES[3] }>(ctx, id, content, size, len)
+        captured::<{ CLASSES[3] }>(ctx, buffer, len)
     } else if len <= CLASSES[4] as u64 {
-        captured::<{ CLASSES[4] }>(ctx, id, content, size, len)
+        captured::<{ CLASSES[4] }>(ctx, buffer, len)
     } else {
-        captured::<{ CLASSES[5] }>(ctx, id, content, size, len)
+        captured::<{ CLASSES[5] }>(ctx, buffer, len)
     }
 }
 
 /// Captures `len` bytes of the content, `len` at most `N`.
 #[inline(always)]
-fn captured<const N: usize>(ctx: &ProbeContext, id: &Id, content: u64, size: u64, len: u64) -> Counter {
+fn captured<const N: usize>(ctx: &ProbeContext, buffer: &Buffer, len: u64) -> Counter {
     let Some(mut record) = EVENTS.reserve::<Slot<N>>(0) else {
         return Counter::LostRingFull;
     };
@@ -340,7 +344,7 @@ fn captured<const N: usize>(ctx: &ProbeContext, id: &Id, content: u64, size: u64
     // SAFETY: `slot` is the reserved record.
     let header = unsafe { &raw mut (*slot).header };
     // SAFETY: as above.
-    unsafe { write_header(header, ctx, id, 0, content, size) };
+    unsafe { write_header(header, ctx, 0, buffer) };
 
     // SAFETY: as above.
     let is_read = unsafe { read_content(slot, len) };

@@ -23,7 +23,7 @@ static COUNTERS: PerCpuArray<u64> = PerCpuArray::with_max_entries(Counter::ALL.l
 
 /// Whether the process is watched for one of these `omnitap_ebpf::watch` flags.
 #[inline(always)]
-pub(crate) fn is_watched(tgid: &u32, flags: u32) -> bool {
+pub(crate) fn is_watched(tgid: u32, flags: u32) -> bool {
     // SAFETY: an entry that is removed and reused meanwhile holds the flags of another watched process; the
     // hit is then one more at the moment of a change.
     unsafe { WATCHED.get(tgid) }.is_some_and(|have| have & flags != 0)

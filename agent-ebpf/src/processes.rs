@@ -28,7 +28,7 @@ fn process_fork(ctx: RawTracePointContext) {
         return;
     }
     let tgid = (bpf_get_current_pid_tgid() >> 32) as u32;
-    if is_watched(&tgid, watch::LIFE) {
+    if is_watched(tgid, watch::LIFE) {
         report(Kind::Fork, tgid);
     }
 }
@@ -38,7 +38,7 @@ fn process_fork(ctx: RawTracePointContext) {
 fn process_exit(_: RawTracePointContext) {
     let id = bpf_get_current_pid_tgid();
     let tgid = (id >> 32) as u32;
-    if id as u32 == tgid && is_watched(&tgid, watch::LIFE) {
+    if id as u32 == tgid && is_watched(tgid, watch::LIFE) {
         report(Kind::Exit, tgid);
     }
 }

@@ -2,8 +2,6 @@
 //!
 //! `benches/msgspec_decode.py` measures the engine's own client on the same bytes in the same units.
 
-#![allow(missing_docs, reason = "criterion's macros make public functions")]
-
 use std::{hint::black_box, path::Path};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};

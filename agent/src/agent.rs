@@ -41,7 +41,7 @@ use crate::{
 };
 
 /// Longest time that a frame waits in the ring before it is read.
-const READ_INTERVAL: Duration = Duration::from_millis(50);
+const READ_INTERVAL: Duration = Duration::from_millis(100);
 /// Frames taken from the ring before changes and ticks get their turn.
 const READ_BATCH: usize = 4096;
 /// Time between ticks of the state machines.

@@ -10,6 +10,7 @@ use std::{
     fmt,
     fmt::Write as _,
     fs,
+    io::{self, Read as _},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -17,6 +18,7 @@ use std::{
 use clap::{
     Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches,
     builder::{BoolishValueParser, TypedValueParser as _},
+    error::ErrorKind,
     parser::ValueSource,
 };
 use serde::{
@@ -37,7 +39,7 @@ pub enum ConfigError {
         /// The file.
         path: PathBuf,
         /// What the system says.
-        source: std::io::Error,
+        source: io::Error,
     },
     /// The file is not YAML, or not a map of settings.
     #[error("{path}: {reason}")]
@@ -184,12 +186,12 @@ settings! {
     capture_limit: Size = "tap.capture-limit", ["64KiB"], "1KiB"..="64KiB";
     /// Ring buffer between kernel and agent, taken up to the next power of two. It holds what pipelines send while the
     /// agent is busy, and is locked memory.
-    ring_buffer: Size = "tap.ring-buffer", ["8MiB"], "256KiB"..="1GiB";
+    ring_buffer: Size = "tap.ring-buffer", ["4MiB"], "256KiB"..="1GiB";
     /// Whether the kernel measures the run time of BPF programs while the agent runs, for `omnitap_bpf_*`. It does so
     /// for all programs of the host, at 20 to 30 ns a run.
     bpf_stats: bool = "tap.bpf-stats", ["false"];
     /// Pause between two looks at all processes. New processes are as a rule found at once, by the kernel's events.
-    scan_interval: Duration = "host.scan-interval", ["2s"], "100ms"..="5m";
+    scan_interval: Duration = "host.scan-interval", ["5s"], "100ms"..="5m";
     /// Names for models that can't be told from a command line, as `PATTERN=NAME`: the first pattern that is part of the
     /// title or command line of a pipeline's root process, or of its parent's, gives `model_name`.
     model_names: Vec<ModelName> = "host.model-name", [];
@@ -245,7 +247,6 @@ impl Args for Flags {
                     Arg::new(no.clone())
                         .long(no.clone())
                         .action(ArgAction::SetTrue)
-                        .conflicts_with(setting.key)
                         .help(format!("The same as --{}=false", setting.key)),
                 );
                 arg = arg
@@ -270,6 +271,10 @@ impl FromArgMatches for Flags {
         for (at, setting) in SETTINGS.iter().enumerate() {
             let no = format!("no-{}", setting.key);
             if setting.boolean && matches.get_flag(&no) {
+                if matches.value_source(setting.key) == Some(ValueSource::CommandLine) {
+                    let message = format!("`--{}` and `--{no}` contradict each other\n", setting.key);
+                    return Err(clap::Error::raw(ErrorKind::ArgumentConflict, message));
+                }
                 given.push((at, vec!["false".to_owned()], Origin::Flag(format!("--{no}"))));
                 continue;
             }
@@ -280,7 +285,12 @@ impl FromArgMatches for Flags {
                 Some(ValueSource::EnvVariable) => Origin::Environment(setting.variable()),
                 _ => Origin::Flag(format!("--{}", setting.key)),
             };
-            given.push((at, texts.cloned().collect(), origin));
+            let texts: Vec<String> = texts.cloned().collect();
+            // Unset, as unit files and compose files mean it.
+            if matches!(origin, Origin::Environment(_)) && texts.iter().all(String::is_empty) {
+                continue;
+            }
+            given.push((at, texts, origin));
         }
         Ok(Self {
             file: matches.get_one::<PathBuf>(FILE).cloned(),
@@ -292,6 +302,22 @@ impl FromArgMatches for Flags {
         *self = Self::from_arg_matches(matches)?;
         Ok(())
     }
+}
+
+/// Largest configuration file in bytes: a device or a wrong file must not fill memory.
+const MAX_FILE: u64 = 1 << 20;
+
+fn read(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    let length = fs::File::open(path)?
+        .take(MAX_FILE + 1)
+        .read_to_string(&mut text)?;
+    if length as u64 > MAX_FILE {
+        return Err(io::Error::other(format!(
+            "longer than {MAX_FILE} bytes: no configuration file"
+        )));
+    }
+    Ok(text)
 }
 
 /// A configuration, and where each of its values is from.
@@ -311,7 +337,7 @@ impl Effective {
             origins: vec![Origin::Default; SETTINGS.len()],
         };
         if let Some(path) = &flags.file {
-            let text = fs::read_to_string(path).map_err(|source| ConfigError::Read {
+            let text = read(path).map_err(|source| ConfigError::Read {
                 path: path.clone(),
                 source,
             })?;
@@ -319,6 +345,18 @@ impl Effective {
         }
         for (at, texts, origin) in &flags.given {
             effective.apply(*at, texts, origin.clone())?;
+        }
+        if effective.config.listen.is_empty() {
+            let at = SETTINGS
+                .iter()
+                .position(|setting| setting.key == "web.listen-address");
+            return Err(ConfigError::Value {
+                origin: at
+                    .and_then(|at| effective.origins.get(at).cloned())
+                    .unwrap_or(Origin::Default),
+                key: "web.listen-address",
+                reason: "at least one address is needed".to_owned(),
+            });
         }
         Ok(effective)
     }

@@ -54,10 +54,22 @@ fn main() -> ExitCode {
     match done {
         Ok(status) => status,
         Err(error) => {
-            eprintln!("omnitap: {error:#}");
+            eprintln!("omnitap: {}", told(&error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error with its causes, each once: many name their cause in their own text.
+fn told(error: &anyhow::Error) -> String {
+    error.chain().fold(String::new(), |told, cause| {
+        let cause = cause.to_string();
+        match told.as_str() {
+            "" => cause,
+            so_far if so_far.contains(&cause) => told,
+            so_far => format!("{so_far}: {cause}"),
+        }
+    })
 }
 
 fn with_config(flags: &Flags, then: impl FnOnce(&Config) -> Result<ExitCode>) -> Result<ExitCode> {
@@ -140,6 +152,7 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
     runtime.block_on(async {
         let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
         let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+        let mut hang_up = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
         let observer = observer(config);
         let status = Status::default();
         let content = Content {
@@ -148,9 +161,6 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
             status: status.clone(),
         };
         let server = Server::bind(&config.listen, config.max_connections, content).await?;
-        for address in server.addresses() {
-            info!("serving http://{address}/metrics");
-        }
         let (recorder, finish) = match recording {
             Some((file, with_content)) => recorder(file, with_content)?,
             None => (None, None),
@@ -165,6 +175,9 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
             shutdown_timeout: config.shutdown_timeout,
         };
         let agent = Agent::start(&settings, observer, &status, recorder)?;
+        for address in server.addresses() {
+            info!("serving http://{address}/metrics");
+        }
         let mut failed = false;
         let watch = async {
             let mut sample = tokio::time::interval(SAMPLE_INTERVAL);
@@ -172,6 +185,7 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
                 tokio::select! {
                     _ = terminate.recv() => break,
                     _ = interrupt.recv() => break,
+                    _ = hang_up.recv() => break,
                     _ = sample.tick() => agent.sample(),
                 }
                 if !agent.is_alive() {
@@ -236,8 +250,15 @@ fn recorder(file: &Path, with_content: bool) -> Result<(Option<Recorder>, Option
 fn replay(file: &Path, openmetrics: bool) -> Result<ExitCode> {
     let input = File::open(file).with_context(|| format!("cannot read {}", file.display()))?;
     let mut observer = observer(&Config::default());
+    let mut damage = None;
     for entry in Entries::new(input).with_context(|| file.display().to_string())? {
-        observer.replay(&entry.with_context(|| file.display().to_string())?);
+        match entry {
+            Ok(entry) => observer.replay(&entry),
+            Err(error) => {
+                damage = Some(error);
+                break;
+            }
+        }
     }
     let mut out = Vec::new();
     observer.exposition().render_pipelines(
@@ -248,5 +269,11 @@ fn replay(file: &Path, openmetrics: bool) -> Result<ExitCode> {
             Format::Text
         },
     );
-    print(&String::from_utf8(out).context("the exposition is not UTF-8")?)
+    let printed = print(&String::from_utf8(out).context("the exposition is not UTF-8")?)?;
+    match damage {
+        None => Ok(printed),
+        Some(error) => {
+            Err(error).with_context(|| format!("{}: only the part before the damage counts", file.display()))
+        }
+    }
 }

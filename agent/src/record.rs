@@ -215,9 +215,13 @@ impl<W: Write> Writer<W> {
         Ok(writer)
     }
 
-    /// Appends an entry.
+    /// Appends an entry. At each tick all of it so far goes to the file: a recorder that is killed loses a second.
     pub fn entry(&mut self, entry: &Entry) -> Result<(), RecordError> {
-        self.line(entry)
+        self.line(entry)?;
+        if entry.item == Item::Tick {
+            self.out.flush()?;
+        }
+        Ok(())
     }
 
     fn line(&mut self, value: &impl Serialize) -> Result<(), RecordError> {
@@ -350,6 +354,40 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_recorder_that_is_killed_leaves_what_came_before_its_last_tick() {
+        struct Shared(std::rc::Rc<std::cell::RefCell<Vec<u8>>>);
+        impl Write for Shared {
+            fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+                self.0.borrow_mut().write(bytes)
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let file = std::rc::Rc::new(std::cell::RefCell::new(Vec::new()));
+        let mut writer = Writer::new(Shared(std::rc::Rc::clone(&file)), true).unwrap();
+        writer
+            .entry(&Entry {
+                t: 1,
+                item: Item::WallOffset(1),
+            })
+            .unwrap();
+        writer
+            .entry(&Entry {
+                t: 2,
+                item: Item::Tick,
+            })
+            .unwrap();
+        let killed = file.borrow().clone();
+        drop(writer);
+        let read: Vec<_> = Entries::new(Cursor::new(killed))
+            .unwrap()
+            .take_while(Result::is_ok)
+            .collect();
+        assert_eq!(read.len(), 2);
     }
 
     #[test]

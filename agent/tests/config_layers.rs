@@ -90,6 +90,22 @@ fn flags_repeat() {
 }
 
 #[test]
+fn an_agent_that_listens_nowhere_is_an_error() {
+    let (_folder, flag) = file("web.listen-address: []\n");
+    let error = load(&[&flag]).unwrap_err().to_string();
+    assert!(
+        error.ends_with("omnitap.yaml:1:21: web.listen-address: at least one address is needed"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_file_without_end_is_refused() {
+    let error = load(&["--config.file=/dev/zero"]).unwrap_err().to_string();
+    assert!(error.contains("no configuration file"), "{error}");
+}
+
+#[test]
 fn the_printed_form_is_a_file_that_gives_the_same() {
     let effective = load(&[
         "--web.listen-address=:1,[::1]:2",
@@ -205,6 +221,19 @@ fn the_environment_stands_between_file_and_flags() {
     );
     assert!(text.contains("web.listen-address: [\":1\", \":2\"]"), "{text}");
     assert!(text.contains("log.format: \"json\""), "{text}");
+}
+
+#[test]
+fn a_flag_wins_over_the_variable_that_contradicts_it() {
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_omnitap"))
+        .args(["config", "--no-ebpf"])
+        .env("OMNITAP_EBPF", "true")
+        .env("OMNITAP_METRICS_RETENTION", "")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(text.contains("flag --no-ebpf\nebpf: false"), "{text}");
+    assert!(text.contains("metrics.retention: \"15m\""), "{text}");
 }
 
 #[test]

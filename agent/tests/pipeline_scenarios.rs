@@ -1277,6 +1277,18 @@ fn preemptions_and_corrupted_requests() {
 }
 
 #[test]
+fn preemptions_are_missing_where_events_are() {
+    let mut play = Play::omni(2);
+    play.add(0, 0, add("r", 0));
+    let mut without_events = first("r");
+    without_events.events = omnitap::wire::message::Events::default();
+    play.out(10, 0, vec![without_events]);
+    play.out(20, 0, vec![last("r", FinishReason::Stop)]);
+    let none: [f64; 0] = [];
+    assert_eq!(play.sink.seen(Family::VllmRequestNumPreemptions, 0), none);
+}
+
+#[test]
 fn waits_for_a_kv_transfer() {
     let mut play = Play::omni(2);
     play.add(0, 0, add("r", 0));
@@ -1289,14 +1301,22 @@ fn waits_for_a_kv_transfer() {
     };
     for (seconds, connector_type) in [
         (0.25, "MooncakeStoreConnector"),
-        (0.0, ""),
-        (-1.0, ""),
-        (f64::INFINITY, ""),
+        (0.0, "unknown"),
+        (-1.0, "unknown"),
+        (f64::INFINITY, "unknown"),
     ] {
         play.out(10, 0, vec![wait(seconds, connector_type)]);
     }
+    play.out(20, 0, vec![last("r", FinishReason::Stop)]);
+    let mut late = wait(0.5, "MooncakeStoreConnector");
+    (late.new_tokens, late.prefill) = (0, None);
+    play.out(30, 0, vec![late]);
     let seen = |connector| play.sink.seen_at(Family::OmniKvWaitS, WHOLE, &[connector]);
-    assert_eq!(seen("MooncakeStoreConnector"), [0.25]);
+    assert_eq!(
+        seen("MooncakeStoreConnector"),
+        [0.25, 0.5],
+        "the second ends after the request"
+    );
     assert_eq!(seen("unknown"), [0.0]);
 }
 
@@ -1363,6 +1383,21 @@ fn a_streamed_audio_request() {
     assert_eq!(sink.sum(Family::OmniAudioContinuityOkTotal), 0.0);
     assert_eq!(sink.sum(Family::OmniAudioSkippedRequestsTotal), 0.0);
     assert_eq!(sink.total(Family::OmniRequestsSuccessTotal, &["stop"]), 1.0);
+}
+
+#[test]
+fn a_stream_that_is_given_up_has_had_its_first_packet() {
+    let mut play = Play::omni(2);
+    play.add(1_000, 0, add_streamed("speech-a", 1_000));
+    play.add(1_000, 1, add_streamed("speech-a", 1_000));
+    play.out(1_100, 0, vec![first("speech-a")]);
+    play.out(1_200, 1, vec![audio("speech-a", 12_000, Some(24_000))]);
+    play.out(1_250, 1, vec![audio("speech-a", 12_000, None)]);
+    play.abort(1_300, 0, "speech-a");
+    play.abort(1_300, 1, "speech-a");
+    play.tick(10_000);
+    assert_close(&play.sink.seen(Family::OmniAudioTtfpS, 1), &[0.200]);
+    assert_eq!(play.sink.seen(Family::OmniAudioUnderrunS, 1), Vec::<f64>::new());
 }
 
 #[test]

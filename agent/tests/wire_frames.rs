@@ -1,5 +1,11 @@
 //! Frames of every known release give what they say: by version, and by their own shape.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::similar_names,
+    reason = "a failed unwrap is a failed test; `decoder` and `decoded` are what they are called"
+)]
+
 mod support;
 
 use omnitap::{

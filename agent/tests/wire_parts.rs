@@ -1,5 +1,11 @@
 //! Parts to messages: envelopes, aux parts, noise, and what a lost frame costs.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::similar_names,
+    reason = "a failed unwrap is a failed test; `decoder` and `decoded` are what they are called"
+)]
+
 mod support;
 
 use omnitap::{

@@ -1,5 +1,11 @@
-//! Nothing from outside makes the decoders panic; cut frames say the part of the truth that they hold; redaction takes
-//! content and nothing else.
+//! Nothing from outside makes the decoders panic; cut frames say the part of the truth that they hold;
+//! redaction takes content and nothing else.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::similar_names,
+    reason = "a failed unwrap is a failed test; `decoder` and `decoded` are what they are called"
+)]
 
 mod support;
 
@@ -9,7 +15,7 @@ use omnitap::{
         assemble::{Content, Decoded, Decoder, FrameResult, FrameType},
         frame::Frame,
         message::{EngineOutputs, Message},
-        msgpack::Reader,
+        msgpack::{MsgpackError, Reader},
     },
 };
 use proptest::prelude::*;
@@ -59,7 +65,8 @@ fn cut_outputs_hold_a_part_of_the_truth() {
         let decoded = case.decode(&mut decoder, payload.len(), &payload, &[]);
         let whole = outputs_of(&decoded).unwrap().clone();
         let statistics = offset_of(&payload, 2);
-        // The largest frames differ from others only in the number of outputs: every 7th cut is enough of them.
+        // The largest frames differ from others only in the number of outputs: every 7th cut is enough of
+        // them.
         let step = if payload.len() > 2000 { 7 } else { 1 };
         for (head, tail) in cuts(&payload).step_by(step) {
             let mut decoder = case.decoder(&case.versions());
@@ -262,7 +269,10 @@ fn bytes() -> impl Strategy<Value = Vec<u8>> {
     prop::collection::vec(byte, 0..200)
 }
 
-fn frames() -> impl Strategy<Value = Vec<(Vec<u8>, Vec<u8>, bool, bool, u64)>> {
+/// Head, tail, `more`, `aux`, bytes lost between.
+type Part = (Vec<u8>, Vec<u8>, bool, bool, u64);
+
+fn frames() -> impl Strategy<Value = Vec<Part>> {
     let part = (
         bytes(),
         bytes(),
@@ -319,7 +329,7 @@ proptest! {
         if end > 0 && Reader::new(&bytes).skip().is_ok() {
             for cut in 0..end {
                 let mut reader = Reader::of_head(&bytes[..cut], end as u64);
-                prop_assert!(reader.skip().is_err_and(|error| error.is_truncated()));
+                prop_assert!(reader.skip().is_err_and(MsgpackError::is_truncated));
             }
         }
     }

@@ -1,11 +1,17 @@
 //! Frames seen on the sockets of real servers, decoded through the public functions.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::similar_names,
+    reason = "a failed unwrap is a failed test; `decoder` and `decoded` are what they are called"
+)]
+
 use omnitap::{
     host::identity::{Flavor, Versions},
     wire::{
         engine::{self, Payload},
         layout::Layouts,
-        message::{EngineOutputs, FinishReason, Output},
+        message::{EngineOutputs, FinishReason, Output, OutputKind},
     },
 };
 use rstest::rstest;
@@ -71,4 +77,37 @@ fn a_synthetic_abort_has_the_base_length_inside_omni(#[case] version: Option<&st
             ..EngineOutputs::default()
         }
     );
+}
+
+/// A request of vLLM 0.30 (21 elements) with these sampling parameters, as msgpack.
+fn request(sampling: &[u8]) -> Vec<u8> {
+    let mut frame = vec![0xdc, 0, 21, 0xa1, b'r', 0x92, 1, 2, 0xc0];
+    frame.extend_from_slice(sampling);
+    frame.extend_from_slice(&[0xc0, 0xcb]);
+    frame.extend_from_slice(&7.5_f64.to_be_bytes());
+    frame.resize(frame.len() + 15, 0xc0);
+    frame
+}
+
+#[rstest]
+#[case::defaults_are_not_written(b"\x80", OutputKind::Cumulative, false)]
+#[case::unknown_keys(b"\x81\xa4seed\x01", OutputKind::Cumulative, false)]
+#[case::streamed(b"\x81\xaboutput_kind\x01", OutputKind::Delta, false)]
+#[case::final_only(b"\x82\xaboutput_kind\x02\xa4stop\x90", OutputKind::FinalOnly, false)]
+#[case::no_stop_strings(b"\x81\xa4stop\xc0", OutputKind::Cumulative, false)]
+#[case::one_stop_string(b"\x81\xa4stop\xa3end", OutputKind::Cumulative, true)]
+#[case::stop_strings(b"\x81\xa4stop\x92\xa1a\xa1b", OutputKind::Cumulative, true)]
+fn sampling_parameters_tell_streams_and_stop_strings(
+    #[case] sampling: &[u8],
+    #[case] output_kind: OutputKind,
+    #[case] has_stop_strings: bool,
+) {
+    let frame = request(sampling);
+    let seen = engine::add(Payload::whole(&frame), &layouts(false, Some("0.30.0"))).unwrap();
+    assert!(!seen.is_partial);
+    assert_eq!(
+        (seen.message.output_kind, seen.message.has_stop_strings),
+        (output_kind, has_stop_strings)
+    );
+    assert_eq!(seen.message.arrival, Some(7.5));
 }

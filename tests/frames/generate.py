@@ -277,10 +277,11 @@ def release_cases(r):
     yield case(
         "request", "add",
         add(prompt_token_ids=list(range(100, 150)), sampling_params=dict(temperature=0.0, max_tokens=512, n=2,
-                                                                      _all_stop_token_ids=[2], extra_args={"a": {}}),
+                                                                      output_kind=2, stop="END", _all_stop_token_ids=[2],
+                                                                      extra_args={"a": {}}),
             arrival_time=ARRIVAL, client_index=3, resumable=True, external_req_id="chatcmpl-9f3c51d2a7b84e60",
             trace_headers={}, additional_information=None, payload_sender_info=None),
-        want_request(prompt_tokens=50, max_tokens=512, n=2, client_index=3, resumable=True,
+        want_request(prompt_tokens=50, max_tokens=512, n=2, client_index=3, resumable=True, output_kind="final_only", stop=True,
                  external_req_id="chatcmpl-9f3c51d2a7b84e60"))
     yield case(
         "request of embeddings with default and with unlimited length", "add",
@@ -375,7 +376,7 @@ def real():
                    want_outputs([], utility_reply=True))
         params = SamplingParams(temperature=0.7, max_tokens=128, n=1, stop=["User:"],
                                 output_kind=RequestOutputKind.DELTA, logit_bias={42: 1.5})
-        want = want_request(prompt_tokens=100, max_tokens=128, external_req_id=ID)
+        want = want_request(prompt_tokens=100, max_tokens=128, external_req_id=ID, output_kind="delta", stop=True)
         base = dict(request_id=ID, prompt_token_ids=list(range(200, 300)), mm_features=None, sampling_params=params,
                     pooling_params=None, arrival_time=ARRIVAL, lora_request=None, cache_salt=None,
                     data_parallel_rank=None, external_req_id=ID)
@@ -388,7 +389,7 @@ def real():
                    want_request(prompt_tokens=100, n=3, resumable=True, external_req_id=ID))
         yield case(flavor, "request of embeddings", "add",
                    Request(**dict(base, prompt_token_ids=None, prompt_embeds=torch.zeros(9, 64))),
-                   want_request(max_tokens=128, external_req_id=ID))
+                   want_request(max_tokens=128, external_req_id=ID, output_kind="delta", stop=True))
         yield case(flavor, "abort", "abort", [ID, ID + "x"], [ID, ID + "x"])
         yield case(flavor, "sleep", "utility", (0, 99, "sleep", (2, "abort")), ["sleep", 2])
         yield case(flavor, "wake up", "utility", (0, 100, "wake_up", (None,)), ["wake_up", None])

@@ -158,7 +158,7 @@ class Orchestrator:
             self.frames += len(frames)
             if frames[0] == wire.ENGINE_CORE_DEAD:
                 for where in by_rank.values():
-                    await self.lose(*where)
+                    await self.lose(*where, client)
                 return
             message = wire.decode_outputs(frames[0])
             await self._take(*by_rank[message.engine_index], message)
@@ -257,10 +257,12 @@ class Orchestrator:
     def _forget(self, request: truth.Request) -> None:
         self.requests.pop(request.id, None)
 
-    async def lose(self, stage: int, replica: int) -> None:
-        """An engine is gone: so are its requests."""
-        if self.engines.pop((stage, replica), None) is None:
+    async def lose(self, stage: int, replica: int, client: Client | None = None) -> None:
+        """An engine is gone: so are its requests. Its last word may come after a new one has its place."""
+        current = self.engines.get((stage, replica))
+        if current is None or client not in (None, current[0]):
             return
+        del self.engines[(stage, replica)]
         for request in list(self.requests.values()):
             at = request.stages.get(stage)
             if at is not None and at.replica == replica and not at.finished:
@@ -414,10 +416,19 @@ class Api:
             process = self.launcher.processes[where]
             signals = {"crash": signal.SIGUSR1, "flood": signal.SIGUSR2, "kill": signal.SIGKILL}
             os.kill(process.pid, signals[act.do])
-            if act.do != "flood":
+            if act.do == "flood":
+                await self._quiet(orchestrator)
+            else:
                 await asyncio.to_thread(process.join)
                 await orchestrator.lose(*where)
             say(event="acted", do=act.do, stage=act.stage, replica=act.replica)
+
+    async def _quiet(self, orchestrator: Orchestrator) -> None:
+        """Waits until nothing has come for a second."""
+        frames = -1
+        while frames != orchestrator.frames:
+            frames = orchestrator.frames
+            await asyncio.sleep(1)
 
 
 def coordinator_main(address: str) -> None:

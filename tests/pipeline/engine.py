@@ -61,7 +61,8 @@ class Engine:
         self.part = part
         self.stage = scenario.stages[part.stage]
         self.omni = scenario.flavor == "omni"
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # Not a SimpleQueue: a signal near the end of its timeout makes CPython 3.11 wait without end.
+        self.inbox: queue.Queue[Any] = queue.Queue()
         self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
@@ -244,6 +245,8 @@ class Engine:
             request.paused -= 1
             if request.paused == 0:
                 request.events.append(wire.Event(wire.EventType.SCHEDULED, now))
+            return None
+        if work.stall_at == request.done:
             return None
         if work.preempt_at == request.done and not request.preempted:
             request.preempted = True

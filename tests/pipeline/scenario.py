@@ -31,6 +31,8 @@ class Work(msgspec.Struct, forbid_unknown_fields=True):
     finish: str = "length"
     # The request is preempted once, for two steps, before this token.
     preempt_at: int | None = None
+    # Nothing more comes from here on. An abort then meets no token under way, so that counts are exact.
+    stall_at: int | None = None
     # The engine reports an error instead of this token.
     error_at: int | None = None
     # A finished wait for a KV transfer is reported after the end.

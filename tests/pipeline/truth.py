@@ -1,4 +1,7 @@
-"""What the agent should say: every observation, computed from the messages and clocks of the API process.
+"""What the agent should say: every observation, computed from the messages that the API process sent and got.
+
+Times are those of sending, as an observer of the sockets has them: an engine's own time stamp, and the clock just
+before a send. Where the API process is late to read a message (a busy machine), that changes nothing here.
 
 One JSON object a line: `t` CLOCK_MONOTONIC seconds, `family`, `labels` without the model name, `value`, and `times`
 for histograms (absent for counters). A reader adds them up, from a point in time on where it likes.
@@ -54,7 +57,6 @@ class AtStage(msgspec.Struct):
     preemptions: int = 0
     computed: int = 0
     finished: bool = False
-    aborted: bool = False
     # Audio: samples, rate, and (monotonic time, bytes of 16-bit PCM) of each non-empty chunk.
     has_audio: bool = False
     frames: int = 0
@@ -109,13 +111,13 @@ class Truth:
                 self._add("num_preemptions_total", stage, replica, 1)
         if at.first is None:
             at.first = timestamp
-            self._observe("time_to_first_token_seconds", stage, replica, time.time() - at.arrival)
+            self._observe("time_to_first_token_seconds", stage, replica, wall(timestamp) - at.arrival)
             self._prefill(stage, at, output.prefill_stats)
         else:
             self._observe("inter_token_latency_seconds", stage, replica, timestamp - at.last)
         at.last = timestamp
         if isinstance(output, wire.OmniOutput) and output.multimodal_output:
-            self._audio(request, stage, at, output.multimodal_output)
+            self._audio(request, stage, at, output.multimodal_output, timestamp)
 
     def _prefill(self, stage: int, at: AtStage, stats: wire.PrefillStats | None) -> None:
         if stats is None:
@@ -130,7 +132,9 @@ class Truth:
         ):
             self._add("prompt_tokens_by_source_total", stage, at.replica, tokens, source=source)
 
-    def _audio(self, request: Request, stage: int, at: AtStage, tensors: dict[str, object]) -> None:
+    def _audio(
+        self, request: Request, stage: int, at: AtStage, tensors: dict[str, object], timestamp: float
+    ) -> None:
         at.has_audio = True
         _, shape, _ = tensors["model_outputs"]
         frames = shape[-1]
@@ -138,10 +142,10 @@ class Truth:
         at.rate = int.from_bytes(rate.data, "little")
         if frames and not at.frames and request.stream:
             labels = {"stage": stage, "replica": at.replica}
-            self.log.observe("vllm_omni:audio_ttfp_s", labels, time.time() - request.arrival)
+            self.log.observe("vllm_omni:audio_ttfp_s", labels, wall(timestamp) - request.arrival)
         at.frames += frames
         if frames:
-            at.chunks.append((time.monotonic(), 2 * frames))
+            at.chunks.append((timestamp, 2 * frames))
 
     def finished(self, request: Request, stage: int, reason: str) -> None:
         """The last output of a request at a stage."""
@@ -149,7 +153,7 @@ class Truth:
         replica = at.replica
         at.finished = True
         self._add("request_success_total", stage, replica, 1, finished_reason=reason)
-        self._observe("e2e_request_latency_seconds", stage, replica, time.time() - at.arrival)
+        self._observe("e2e_request_latency_seconds", stage, replica, wall(at.last) - at.arrival)
         self._observe("request_prompt_tokens", stage, replica, at.prompt)
         self._observe("request_generation_tokens", stage, replica, at.tokens)
         self._observe("request_prefill_kv_computed_tokens", stage, replica, at.computed)
@@ -169,7 +173,7 @@ class Truth:
             self._observe("request_params_n", stage, replica, 1)
             self._observe("request_max_num_generation_tokens", stage, replica, at.tokens)
         if self.omni and reason not in ("abort", "error"):
-            generation = time.monotonic() - at.submitted
+            generation = at.last - at.submitted
             self.log.observe("vllm_omni:stage_gen_time_s", {"stage": stage, "stage_type": "llm"}, generation)
 
     def complete(self, request: Request, reason: str) -> None:
@@ -178,9 +182,9 @@ class Truth:
         if not self.omni:
             return
         at = request.stages[self.last_stage]
-        generation = time.monotonic() - at.submitted
+        generation = at.last - at.submitted
         self.log.add("vllm_omni:requests_success_total", {"finished_reason": reason})
-        self.log.observe("vllm_omni:e2e_request_latency_s", {}, time.time() - request.arrival)
+        self.log.observe("vllm_omni:e2e_request_latency_s", {}, wall(at.last) - request.arrival)
         # Told once a request, when it is complete: what aborted requests made is in no sum of the pipeline.
         self.log.add("vllm_omni:prompt_tokens_total", {}, request.stages[0].prompt)
         tokens = sum(at.tokens for at in request.stages.values())
@@ -219,6 +223,11 @@ class Truth:
 
     def _observe(self, name: str, stage: int, replica: int, value: float) -> None:
         self.log.observe(f"vllm:{name}", {"stage": stage, "replica": replica}, value)
+
+
+def wall(monotonic: float) -> float:
+    """Wall clock at a time of CLOCK_MONOTONIC."""
+    return monotonic - time.monotonic() + time.time()
 
 
 def worst_underrun(chunks: list[tuple[float, int]], rate: int) -> float:

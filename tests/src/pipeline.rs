@@ -146,12 +146,13 @@ impl Pipeline {
     /// Waits for an event of this name.
     pub fn wait(&mut self, name: &str) -> Result<Value> {
         let until = Instant::now() + EVENT;
+        let mut last = Value::Null;
         loop {
             let left = until.saturating_duration_since(Instant::now());
             let event = self
                 .events
                 .recv_timeout(left)
-                .with_context(|| format!("the pipeline did not say `{name}`"))?;
+                .with_context(|| format!("the pipeline did not say `{name}`; its last word: {last}"))?;
             if event["event"] == "engine"
                 && let (Some(stage), Some(replica), Some(pid)) = (
                     event["stage"].as_u64(),
@@ -164,6 +165,7 @@ impl Pipeline {
             if event["event"] == name {
                 return Ok(event);
             }
+            last = event;
         }
     }
 

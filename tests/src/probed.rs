@@ -34,6 +34,44 @@ pub fn changed_bytes(pid: u32) -> Result<usize> {
     Ok(changed)
 }
 
+/// Whether the processes carry no probe. Another agent on this machine probes them as well: then that can't be told,
+/// and is taken as true with a line that says so.
+pub fn untouched(pids: &[u32]) -> Result<bool> {
+    for &pid in pids {
+        if changed_bytes(pid)? > 0 {
+            let another = other_agent()?;
+            if let Some(other) = another {
+                crate::skip(&format!(
+                    "part of it: process {other} is an agent that probes {pid}"
+                ))?;
+            }
+            return Ok(another.is_some());
+        }
+    }
+    Ok(true)
+}
+
+/// An `omnitap` that this test has not started.
+fn other_agent() -> Result<Option<u32>> {
+    for entry in std::fs::read_dir("/proc")? {
+        let Ok(pid) = entry?.file_name().to_string_lossy().parse::<u32>() else {
+            continue;
+        };
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let field = |name: &str| {
+            status
+                .lines()
+                .find_map(|line| line.strip_prefix(name))
+                .map(str::trim)
+        };
+        let ours = field("PPid:").is_some_and(|parent| parent == std::process::id().to_string());
+        if field("Name:").is_some_and(|name| name.starts_with("omnitap")) && !ours {
+            return Ok(Some(pid));
+        }
+    }
+    Ok(None)
+}
+
 /// Address range, file offset and path of a line of `maps`, where it is executable and of a file.
 fn executable(line: &str) -> Option<((u64, u64), u64, PathBuf)> {
     let mut fields = line.splitn(6, ' ');

@@ -55,7 +55,8 @@ impl Scrape {
     /// Sum over all samples of a name that have these labels among theirs; 0 where there is none.
     #[must_use]
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
-        self.matching(name, labels).map(|(_, value)| value).sum()
+        // The sum of nothing is -0.0, which prints as such.
+        self.matching(name, labels).map(|(_, value)| value).sum::<f64>() + 0.0
     }
 
     /// Samples of a name that have these labels among theirs.

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use omnitap_tests::{
     agent::{Agent, END, binary},
     pipeline::{Options, Pipeline},
-    probed::changed_bytes,
+    probed::{changed_bytes, untouched},
     scrape::{Scrape, Series},
     truth::Truth,
 };
@@ -47,8 +47,13 @@ fn plain_speak() -> Value {
 
 /// Every ordinary course of a request, and the rare ones.
 fn mixture() -> Value {
-    let mut aborted = request(0.2, 2, &plain_talk(80), &plain_speak());
-    aborted["abort_after"] = json!(0.6);
+    let mut aborted = request(
+        0.2,
+        2,
+        &json!({"prompt": 40, "tokens": 80, "stall_at": 5}),
+        &plain_speak(),
+    );
+    aborted["abort_after"] = json!(2.0);
     let mut aborted_in_stage_1 = request(
         0.3,
         1,
@@ -120,10 +125,14 @@ fn tapped(pipeline: &Pipeline) -> Vec<u32> {
     pids
 }
 
-/// Compares until nothing differs, for as long as values may take to settle.
-fn agree(agent: &Agent, truth: &Truth) -> Result<Scrape> {
-    let scrape = agent.scrape_until(SETTLED, |scrape| truth.differences(scrape).is_empty())?;
-    let differences = truth.differences(&scrape);
+/// Compares until nothing differs, for as long as values may take to settle. The truth is read anew each time: the API
+/// process may be late to take an engine's last messages.
+fn agree(agent: &Agent, truth: impl Fn() -> Result<Truth>) -> Result<Scrape> {
+    let differences = |scrape: &Scrape| truth().map(|truth| truth.differences(scrape));
+    let scrape = agent.scrape_until(SETTLED, |scrape| {
+        differences(scrape).is_ok_and(|found| found.is_empty())
+    })?;
+    let differences = differences(&scrape)?;
     ensure!(
         differences.is_empty(),
         "{} differences:\n{}\n{}",
@@ -174,7 +183,7 @@ fn attached_after_start(#[case] name: &str, #[case] flags: &[&str]) -> Result<()
     let agent = Agent::start(&[])?;
     found(&agent, &pipeline, &tapped(&pipeline))?;
     pipeline.play()?;
-    agree(&agent, &pipeline.truth()?)?;
+    agree(&agent, || pipeline.truth())?;
     rest(&agent, &pipeline)?;
     pipeline.stop()
 }
@@ -212,7 +221,7 @@ fn gauges_while_requests_are_open() -> Result<()> {
     let scrape = agent.scrape_until(FOUND, |scrape| values(scrape) == want)?;
     assert_eq!(values(&scrape), want);
     pipeline.ended()?;
-    agree(&agent, &pipeline.truth()?)?;
+    agree(&agent, || pipeline.truth())?;
     rest(&agent, &pipeline)
 }
 
@@ -226,7 +235,7 @@ fn plain_vllm_with_two_ranks_and_two_api_workers() -> Result<()> {
         "phases": [{"requests": [
             {"prefix": "cmpl", "repeat": 16, "every": 0.05, "max_tokens": 20,
              "stages": [{"prompt": 100, "cached": 32, "tokens": 20}]},
-            {"prefix": "cmpl", "at": 0.3, "repeat": 2, "abort_after": 0.5, "stages": [{"tokens": 100}]}
+            {"prefix": "cmpl", "at": 0.3, "repeat": 2, "abort_after": 2.0, "stages": [{"tokens": 100, "stall_at": 5}]}
         ]}]
     });
     let flags = ["--data-parallel-size", "2", "--api-server-count", "2"];
@@ -235,7 +244,7 @@ fn plain_vllm_with_two_ranks_and_two_api_workers() -> Result<()> {
     let ranks: Vec<u32> = (0..2).filter_map(|rank| pipeline.engine(0, rank)).collect();
     found(&agent, &pipeline, &ranks)?;
     pipeline.play()?;
-    agree(&agent, &pipeline.truth()?)?;
+    agree(&agent, || pipeline.truth())?;
     rest(&agent, &pipeline)
 }
 
@@ -251,12 +260,12 @@ fn pipeline_started_after_the_agent_and_started_again() -> Result<()> {
         let mut pipeline = Pipeline::start(Options::omni("again"), &speech(&phases))?;
         found(&agent, &pipeline, &tapped(&pipeline))?;
         pipeline.play()?;
-        truth = truth.and(pipeline.truth()?);
-        agree(&agent, &truth)?;
+        agree(&agent, || Ok(truth.clone().and(pipeline.truth()?)))?;
         rest(&agent, &pipeline)?;
+        truth = truth.and(pipeline.truth()?);
         pipeline.stop()?;
         // Counters outlive their pipeline, so that a restart between two scrapes loses nothing.
-        agree(&agent, &truth)?;
+        agree(&agent, || Ok(truth.clone()))?;
     }
     Ok(())
 }
@@ -276,7 +285,7 @@ fn two_pipelines_with_one_model_name_add_up() -> Result<()> {
     two.go()?;
     one.ended()?;
     two.ended()?;
-    agree(&agent, &one.truth()?.and(two.truth()?))?;
+    agree(&agent, || Ok(one.truth()?.and(two.truth()?)))?;
     rest(&agent, &one)
 }
 
@@ -299,11 +308,11 @@ fn engine_dies_and_is_started_again(#[case] how: &str) -> Result<()> {
     let agent = Agent::start(&[])?;
     found(&agent, &pipeline, &tapped(&pipeline))?;
     pipeline.play()?;
-    agree(&agent, &pipeline.truth()?)?;
+    agree(&agent, || pipeline.truth())?;
     rest(&agent, &pipeline)?;
     found(&agent, &pipeline, &tapped(&pipeline))?;
     pipeline.play()?;
-    agree(&agent, &pipeline.truth()?)?;
+    agree(&agent, || pipeline.truth())?;
     rest(&agent, &pipeline)
 }
 
@@ -326,7 +335,7 @@ fn replica_added_while_running() -> Result<()> {
     pipeline.play()?;
     found(&agent, &pipeline, &tapped(&pipeline))?;
     pipeline.play()?;
-    let scrape = agree(&agent, &pipeline.truth()?)?;
+    let scrape = agree(&agent, || pipeline.truth())?;
     let added = [
         ("model_name", pipeline.options().model.as_str()),
         ("replica", "1"),
@@ -340,9 +349,9 @@ fn agent_restarted_in_mid_traffic() -> Result<()> {
     let Some(_turn) = omnitap_tests::privileged()? else {
         return Ok(());
     };
-    // Each request takes four seconds at stage 0; the second agent comes while all are in the middle of it.
+    // Each request takes ten seconds at stage 0; the second agent comes while all are in the middle of it.
     let phases = json!([
-        {"requests": [request(0.0, 4, &plain_talk(200), &plain_speak())]},
+        {"requests": [request(0.0, 4, &plain_talk(500), &plain_speak())]},
         {"requests": [request(0.0, 3, &plain_talk(5), &plain_speak())]}
     ]);
     let mut pipeline = Pipeline::start(Options::omni("mid_traffic"), &speech(&phases))?;
@@ -355,9 +364,7 @@ fn agent_restarted_in_mid_traffic() -> Result<()> {
     pipeline.go()?;
     std::thread::sleep(Duration::from_millis(700));
     first.stop()?;
-    for pid in tapped(&pipeline) {
-        assert_eq!(changed_bytes(pid)?, 0, "a probe was left in process {pid}");
-    }
+    assert!(untouched(&tapped(&pipeline))?, "a probe was left");
     let second = Agent::start(&[])?;
     found(&second, &pipeline, &tapped(&pipeline))?;
     let attached = monotonic()?;
@@ -381,7 +388,7 @@ fn agent_restarted_in_mid_traffic() -> Result<()> {
         .map(omnitap_tests::truth::Expected::count)
         .sum();
     assert!(
-        since > 100.0 && seen >= since && seen < 800.0,
+        since > 100.0 && seen >= since && seen < 2000.0,
         "{seen} tokens, {since} since attached"
     );
     // Nothing is known of their start at stage 0, so nothing is said of times from there.
@@ -474,9 +481,7 @@ fn sigterm_ends_it_in_time_and_leaves_no_probe() -> Result<()> {
     let (status, took) = agent.stop()?;
     assert!(status.success(), "{status}");
     assert!(took < END, "{took:?}");
-    for pid in pids {
-        assert_eq!(changed_bytes(pid)?, 0, "a probe was left in process {pid}");
-    }
+    assert!(untouched(&pids)?, "a probe was left");
     // The pipeline has not noticed.
     pipeline.ended()?;
     pipeline.stop()
@@ -501,9 +506,7 @@ fn without_ebpf_it_serves_and_touches_nothing() -> Result<()> {
         scrape.sum("vllm:generation_tokens_total", &[("model_name", &served)]),
         0.0
     );
-    for pid in tapped(&pipeline) {
-        assert_eq!(changed_bytes(pid)?, 0);
-    }
+    assert!(untouched(&tapped(&pipeline))?);
     Ok(())
 }
 
@@ -518,7 +521,7 @@ fn a_recording_replays_to_the_same_text() -> Result<()> {
     let agent = Agent::start_as("record", &[&file.to_string_lossy()])?;
     found(&agent, &pipeline, &tapped(&pipeline))?;
     pipeline.play()?;
-    let scrape = agree(&agent, &pipeline.truth()?)?;
+    let scrape = agree(&agent, || pipeline.truth())?;
     agent.stop()?;
     let replay = || -> Result<String> {
         let output = Command::new(binary()?).arg("replay").arg(&file).output()?;

@@ -170,14 +170,19 @@ fn one_case(case: Case, args: &Args, kit: &Kit, agent: Option<&Path>, folder: &P
     match (case, run.server, run.agent) {
         (Case::OmniOff, _, Some(agent)) => {
             let right = off::check(&run.outcomes, &agent);
-            off::cannot_be_had(&agent, folder)?;
+            off::cannot_be_had(folder)?;
             Ok(right)
         }
         (Case::OmniOff, ..) => Ok(true),
         (_, Some(server), agent) => {
             let text = fs::read_to_string(kit::files().join("parity.tsv"))?;
             let parity = Parity::parse(&text, case.name())?;
-            let report = compare::compare(&server, agent.as_ref().unwrap_or(&server), &parity);
+            let report = compare::compare(
+                &server,
+                agent.as_ref().unwrap_or(&server),
+                &parity,
+                u32::try_from(left).unwrap_or(u32::MAX),
+            );
             fs::write(folder.join("report.json"), serde_json::to_string_pretty(&report)?)?;
             show(&report);
             Ok(report.compared > 0 && report.unexplained().next().is_none())

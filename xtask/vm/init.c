@@ -1,8 +1,8 @@
 /*
  * init.c: process 1 of the machines that `cargo xtask vm` boots.
  *
- * Mounts what a program that loads BPF expects, runs /run-test with its output on the console, writes how it
- * ended as a line "omnitap-vm: exit N", and powers the machine off.
+ * Mounts what a program that loads BPF expects, runs /run-test with its own arguments (what follows "--" on
+ * the kernel's command line) and its output on the console, writes how it ended as a line "omnitap-vm: exit N", and powers the machine off.
  */
 #define _GNU_SOURCE
 #include <net/if.h>
@@ -35,13 +35,13 @@ static void loopback_up(void)
 	close(fd);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-	char *const argv[] = { "/run-test", "--test-threads=1", NULL };
 	char *const envp[] = { "PATH=/usr/bin:/bin", "HOME=/root", "OMNITAP_SENDER=/sender", NULL };
 	int status = 0;
 	pid_t test;
 
+	(void)argc;
 	mount_at("proc", "/proc");
 	mount_at("sysfs", "/sys");
 	mount_at("tmpfs", "/tmp");
@@ -54,6 +54,7 @@ int main(void)
 
 	test = fork();
 	if (test == 0) {
+		argv[0] = "/run-test";
 		execve(argv[0], argv, envp);
 		perror("omnitap-vm: /run-test");
 		_exit(127);

@@ -91,6 +91,23 @@ pub(super) struct AudioState {
     player: Continuity,
     /// Time of the first output with samples.
     pub(super) first_ns: Option<u64>,
+    /// Whether the time to it has been told.
+    pub(super) first_packet: FirstPacket,
+}
+
+/// Whether `audio_ttfp_s` has its sample of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FirstPacket {
+    /// Not yet: no audio, or the request's ADD has not been seen. Settled when the request completes.
+    Pending,
+    /// It has.
+    Told,
+}
+
+impl FirstPacket {
+    pub(super) fn is_pending(self) -> bool {
+        self == Self::Pending
+    }
 }
 
 impl AudioState {
@@ -103,6 +120,7 @@ impl AudioState {
             player_rate,
             player: Continuity::new(player_rate, SAMPLE_WIDTH, 1),
             first_ns: None,
+            first_packet: FirstPacket::Pending,
         }
     }
 

@@ -487,7 +487,9 @@ impl Book {
             part.state = PartState::Open;
             part.engine = engine;
             part.from_first = true;
-            let lane = part.lane;
+            let (lane, is_added) = (part.lane, part.is_added());
+            // The first audio of a streamed response may come before this stage finishes.
+            request.from_first_stage |= rank == 0 && is_added;
             self.unclaimed = self.unclaimed.saturating_sub(1);
             if bind {
                 self.bind(lane, engine);

@@ -9,7 +9,7 @@ use rustc_hash::FxHashMap;
 use slab::Slab;
 
 use super::{
-    audio::{AudioState, as_f64, seconds_between},
+    audio::{AudioState, FirstPacket, as_f64, seconds_between},
     book::{Book, Finished, NONE, Part, PartState, StageAudio, Task, UNKNOWN},
     labels::{Labels, STAGE_COUNTERS, STAGE_HISTOGRAMS, Sleep},
     sink::{ExtraId, ScopeId, Sink},
@@ -17,7 +17,7 @@ use super::{
 use crate::{
     host::identity::Flavor,
     metrics::catalogue::Family,
-    wire::message::{EngineOutputs, FinishReason, Output, SchedulerStats},
+    wire::message::{EngineOutputs, FinishReason, KvWait, Output, OutputKind, SchedulerStats},
 };
 
 /// How long a request whose first output was read before its ADD waits for that ADD once it has finished.
@@ -248,6 +248,10 @@ impl Engine {
         let mut cursor = 0;
         self.next_order.clear();
         for output in &message.outputs {
+            // Before anything else: the transfer of a request's cache may end after the request.
+            if let Some(wait) = output.kv_wait {
+                kv_wait(wait, context, sink);
+            }
             let slot = match self.find(output.request_id, &mut cursor) {
                 Some(slot) => slot,
                 None => match self.admit(index, output, time_ns, book, context) {
@@ -271,7 +275,8 @@ impl Engine {
             stage.generated = stage.generated.saturating_add(output.new_tokens);
             let was_prefilling = stage.prefilling;
             if was_prefilling || !is_plain(output) {
-                self.special(slot, scope, output, now, time_ns, &mut batch, book, context, sink);
+                let is_omni = context.pipeline_scope.is_some();
+                self.special(slot, scope, output, now, time_ns, &mut batch, book, is_omni, sink);
             }
             let Some(stage) = self.slots.get_mut(slot as usize) else {
                 continue;
@@ -338,8 +343,9 @@ impl Engine {
                 None => return Admission::Ignored,
             }
         } else {
-            // A bare finish of an unknown request answers an abort that is over, or one from before the agent.
-            if output.new_tokens == 0 && output.finish_reason.is_some() && output.audio.is_none() {
+            // Nothing new of an unknown request: the answer to an abort that is over, or one from before the agent, or
+            // news of a cache's transfer.
+            if output.new_tokens == 0 && output.prefill.is_none() && output.audio.is_none() {
                 return Admission::Ignored;
             }
             if book.is_recent(output.request_id) {
@@ -395,23 +401,12 @@ impl Engine {
         time_ns: u64,
         batch: &mut Batch,
         book: &mut Book,
-        context: &Context<'_>,
+        is_omni: bool,
         sink: &mut S,
     ) {
         let Some(stage) = self.slots.get_mut(slot as usize) else {
             return;
         };
-        if let Some(wait) = output.kv_wait
-            && let Some(pipeline_scope) = context.pipeline_scope
-            && is_duration(wait.seconds)
-        {
-            let connector = sink.extra(&[if wait.connector_type.is_empty() {
-                "unknown"
-            } else {
-                wait.connector_type
-            }]);
-            sink.observe(Family::OmniKvWaitS, pipeline_scope, connector, wait.seconds, 1);
-        }
         stage.corrupted |= output.nans_in_logits > 0;
         let events = &output.events;
         if let Some(queued) = events.queued {
@@ -427,11 +422,18 @@ impl Engine {
         if let Some(audio) = output.audio {
             self.audio_seen = true;
             let likely_rate = self.sample_rate;
-            stage
+            let heard = stage
                 .audio
-                .get_or_insert_with(|| Box::new(AudioState::new(audio.sample_rate, likely_rate)))
-                .push(time_ns, audio.frames, audio.sample_rate);
+                .get_or_insert_with(|| Box::new(AudioState::new(audio.sample_rate, likely_rate)));
+            heard.push(time_ns, audio.frames, audio.sample_rate);
             self.sample_rate = audio.sample_rate.or(likely_rate);
+            if heard.first_packet.is_pending()
+                && let Some(first_ns) = heard.first_ns
+                && is_omni
+            {
+                // At once: a stream that its client gives up has had its first packet too.
+                heard.first_packet = first_packet(stage.request, stage.part, first_ns, scope, book, sink);
+            }
         }
         if !stage.prefilling {
             return;
@@ -845,11 +847,46 @@ fn is_duration(value: f64) -> bool {
     (0.0..MAX_SAMPLE).contains(&value)
 }
 
+/// The time to a request's first audio, where its ADD has been seen and tells that the response is streamed.
+fn first_packet<S: Sink + ?Sized>(
+    request: u32,
+    part: u8,
+    first_ns: u64,
+    scope: ScopeId,
+    book: &Book,
+    sink: &mut S,
+) -> FirstPacket {
+    let Some(request) = book.request(request) else {
+        return FirstPacket::Pending;
+    };
+    let part = request
+        .parts
+        .get(usize::from(part))
+        .filter(|part| part.is_added());
+    match (part.map(|part| part.output_kind), request.start_ns()) {
+        (Some(OutputKind::Delta), Some(start_ns)) => {
+            let seconds = seconds_between(start_ns, first_ns);
+            sink.observe(Family::OmniAudioTtfpS, scope, ExtraId::NONE, seconds, 1);
+            FirstPacket::Told
+        }
+        _ => FirstPacket::Pending,
+    }
+}
+
+/// A completed wait for the transfer of a request's cache.
+fn kv_wait<S: Sink + ?Sized>(wait: KvWait<'_>, context: &Context<'_>, sink: &mut S) {
+    if let Some(scope) = context.pipeline_scope
+        && is_duration(wait.seconds)
+    {
+        let connector = sink.extra(&[wait.connector_type]);
+        sink.observe(Family::OmniKvWaitS, scope, connector, wait.seconds, 1);
+    }
+}
+
 /// A token and nothing else.
 fn is_plain(output: &Output<'_>) -> bool {
     output.prefill.is_none()
         && output.audio.is_none()
-        && output.kv_wait.is_none()
         && output.nans_in_logits == 0
         && output.events.preemptions == 0
         && output.events.queued.is_none()
@@ -927,7 +964,14 @@ impl Stage {
             View::Whole | View::Summed => Ok(f64::from(value)),
             View::Rest => Err("start_not_seen"),
         };
-        sample(Family::VllmRequestNumPreemptions, whole(self.preemptions));
+        // A request that was never scheduled was never preempted: its events are missing with statistics off alone.
+        let has_events = !(self.queued.is_nan() && self.scheduled.is_nan());
+        let preemptions = if has_events {
+            whole(self.preemptions)
+        } else {
+            Err("no_events")
+        };
+        sample(Family::VllmRequestNumPreemptions, preemptions);
         sample(Family::VllmRequestGenerationTokens, whole(self.generated));
         let prompt_tokens = if part.prompt_tokens == UNKNOWN {
             Err("no_prompt_length")

@@ -800,6 +800,7 @@ impl PipelineState {
             }
         }
         match (start_ns, state.first_ns) {
+            _ if !state.first_packet.is_pending() => {}
             (Some(start_ns), Some(first_ns)) => sink.observe(
                 Family::OmniAudioTtfpS,
                 scope,

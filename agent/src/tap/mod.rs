@@ -86,7 +86,7 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             capture_limit: CAPTURE_LIMIT_MAX,
-            ring_bytes: 8 << 20,
+            ring_bytes: 4 << 20,
             wakeup_bytes: 1 << 20,
             bpf_stats: false,
         }

@@ -1,8 +1,8 @@
 //! Frames to messages: puts the parts of a multipart message together and decodes its payload.
 //!
-//! What a frame is follows from who sent it and from the parts before it on the same socket (docs/wire.md section
-//! "Engine sockets"): an engine core sends `[payload][aux..]`, its client `[identity][type][payload][aux..]`. Aux
-//! parts are tensors and arrays of 256 bytes and more.
+//! What a frame is follows from who sent it and from the parts before it on the same socket (docs/wire.md
+//! section "Engine sockets"): an engine core sends `[payload][aux..]`, its client
+//! `[identity][type][payload][aux..]`. Aux parts are tensors and arrays of 256 bytes and more.
 
 use rustc_hash::FxHashMap;
 
@@ -19,7 +19,8 @@ use crate::host::identity::{Flavor, Role, Versions};
 
 /// Longest routing identity. vLLM's are 2 bytes, libzmq's own 5.
 const MAX_IDENTITY: u64 = 255;
-/// A message whose next part has not come after this time is given up. Parts of a message are sent back to back.
+/// A message whose next part has not come after this time is given up. Parts of a message are sent back to
+/// back.
 const IDLE_NS: u64 = 10_000_000_000;
 /// Messages under way at which those given up are looked for: far more than sockets in use at once.
 const SWEEP_AT: usize = 256;
@@ -196,7 +197,8 @@ pub enum Content<'a> {
 pub struct Aux {
     /// Socket of the message.
     pub socket: u64,
-    /// When the message's payload was sent, `CLOCK_MONOTONIC` in nanoseconds; with `socket` it names the message.
+    /// When the message's payload was sent, `CLOCK_MONOTONIC` in nanoseconds; with `socket` it names the
+    /// message.
     pub message_time_ns: u64,
     /// What the payload is.
     pub of: FrameType,
@@ -351,8 +353,8 @@ impl Decoder {
     }
 
     /// Blanks the content of a frame for a recording, in place: token ids, text and tensors. `kind` is what
-    /// [`Decoder::frame`] said of it. Types, lengths, ids and the values that decoders take stay, so that the frame
-    /// decodes to the same message; a frame that is not decoded is overwritten wholly.
+    /// [`Decoder::frame`] said of it. Types, lengths, ids and the values that decoders take stay, so that the
+    /// frame decodes to the same message; a frame that is not decoded is overwritten wholly.
     pub fn redact(&self, pid: u32, kind: FrameType, size: u64, head: &mut [u8], tail: &mut [u8]) {
         if let Some(sender) = self.senders.get(&pid) {
             redact::frame(kind, &sender.layouts, size, head, tail);
@@ -407,8 +409,8 @@ impl Decoder {
     }
 }
 
-/// Drops messages that are not going on, and where that is not enough all of them: what an unbounded number of
-/// sockets leaves open is not worth more memory.
+/// Drops messages that are not going on, and where that is not enough all of them: what an unbounded number
+/// of sockets leaves open is not worth more memory.
 #[cold]
 fn sweep(open: &mut FxHashMap<Socket, Open>, now_ns: u64) {
     open.retain(|_, open| now_ns.saturating_sub(open.time_ns) <= IDLE_NS);
@@ -481,7 +483,8 @@ impl Sender {
             // An identity of vLLM's always starts a message: the end of the one before was lost.
             Some(Expect::Rest) if !frame.aux && frame.more && frame.size == 2 => self.api_start(frame),
             Some(Expect::Payload { request, target }) if !frame.aux => {
-                // Two bytes are less than any payload with more parts: the payload was lost, a new message starts.
+                // Two bytes are less than any payload with more parts: the payload was lost, a new message
+                // starts.
                 if frame.more && frame.size <= 2 {
                     return self.api_start(frame);
                 }

@@ -1,7 +1,7 @@
 //! Messages on an engine core's sockets (docs/wire.md section "Engine sockets").
 //!
-//! Each decoder takes the captured bytes of one frame and says whether it saw all that matters. Map keys may come in
-//! any order, unknown ones are passed over.
+//! Each decoder takes the captured bytes of one frame and says whether it saw all that matters. Map keys may
+//! come in any order, unknown ones are passed over.
 
 use super::{
     WireError,
@@ -339,7 +339,8 @@ fn tensor_frames(reader: &mut Reader<'_>) -> Result<u64, MsgpackError> {
     Ok(frames)
 }
 
-/// A positive integer that may come plain, as a tensor of one element with its data inline, or as a list of those.
+/// A positive integer that may come plain, as a tensor of one element with its data inline, or as a list of
+/// those.
 fn positive_scalar(reader: &mut Reader<'_>) -> Result<Option<u32>, MsgpackError> {
     match reader.peek()? {
         first if is_array(first) => {
@@ -408,7 +409,8 @@ fn scalar(dtype: &[u8], data: &[u8]) -> Option<f64> {
         b"uint16" | b"<u2" => f64::from(u16::from_le_bytes(data.try_into().ok()?)),
         b"float64" | b"<f8" => f64::from_le_bytes(data.try_into().ok()?),
         b"float32" | b"<f4" => f64::from(f32::from_le_bytes(data.try_into().ok()?)),
-        // Half precision holds no sample rate: its largest value is 65504, its steps above 16384 are 16 and 32.
+        // Half precision holds no sample rate: its largest value is 65504, its steps above 16384 are 16 and
+        // 32.
         _ => return None,
     };
     Some(float)
@@ -584,8 +586,8 @@ pub(super) struct OutputsTrailer {
     pub(super) timestamp: usize,
 }
 
-/// Finds the trailer of `EngineCoreOutputs`: the one place from which a timestamp and all elements behind it parse to
-/// the very end of the frame. None where no place does, or more than one: then it would be a guess.
+/// Finds the trailer of `EngineCoreOutputs`: the one place from which a timestamp and all elements behind it
+/// parse to the very end of the frame. None where no place does, or more than one: then it would be a guess.
 pub(super) fn outputs_trailer(tail: &[u8], outer: u32) -> Option<OutputsTrailer> {
     let mut found = None;
     for (at, _) in tail.iter().enumerate().filter(|(_, byte)| **byte == marker::F64) {
@@ -761,6 +763,7 @@ fn add_field<'a>(
 }
 
 fn sampling_params<'a>(reader: &mut Reader<'a>, message: &mut Add<'a>) -> Result<(), MsgpackError> {
+    // What equals its default is absent.
     let mut max_tokens = Some(DEFAULT_MAX_TOKENS);
     let mut n = 1;
     let mut output_kind = OutputKind::Cumulative;
@@ -807,8 +810,8 @@ pub(super) struct AddTrailer {
     pub(super) arrival: usize,
 }
 
-/// Finds the trailer of a request: the one place from which an arrival time and all elements behind it parse, each
-/// with a type that its element may have, to the very end of the frame.
+/// Finds the trailer of a request: the one place from which an arrival time and all elements behind it parse,
+/// each with a type that its element may have, to the very end of the frame.
 pub(super) fn add_trailer(tail: &[u8], layout: &AddLayout) -> Option<AddTrailer> {
     let fields = layout.fields();
     let first = fields.iter().position(|field| *field == AddField::ArrivalTime)?;
@@ -835,8 +838,9 @@ pub(super) fn add_trailer(tail: &[u8], layout: &AddLayout) -> Option<AddTrailer>
     })
 }
 
-/// The start of the sampling parameters that end where these bytes end: a map with names as keys. Before it stands the
-/// nil of a request without images or audio in its prompt; without that nil it could be a map inside the parameters.
+/// The start of the sampling parameters that end where these bytes end: a map with names as keys. Before it
+/// stands the nil of a request without images or audio in its prompt; without that nil it could be a map
+/// inside the parameters.
 fn sampling_params_before(bytes: &[u8]) -> Option<usize> {
     let pairs = bytes.iter().zip(bytes.iter().skip(1)).enumerate();
     let starts = pairs

@@ -1,8 +1,8 @@
 //! Which element of a positional struct is what, by version (docs/wire.md section "Versions").
 //!
-//! vLLM writes its structs as arrays without names, and each release may add or move elements. A layout is a list of
-//! the elements' names; what an element's type may be follows from its name, so the same table also tells layouts
-//! apart where no version is known. A new release is a new row.
+//! vLLM writes its structs as arrays without names, and each release may add or move elements. A layout is a
+//! list of the elements' names; what an element's type may be follows from its name, so the same table also
+//! tells layouts apart where no version is known. A new release is a new row.
 
 use super::{
     WireError,
@@ -165,8 +165,8 @@ fn is_map(first: u8) -> bool {
 pub(super) struct OutputLayout {
     fields: [OutputField; LONGEST],
     len: usize,
-    /// What follows the token ids of an output that brings nothing but tokens: the defaults of all elements up to
-    /// `GenerationTokens`, where there is one, else to the end. By far the most outputs are such.
+    /// What follows the token ids of an output that brings nothing but tokens: the defaults of all elements
+    /// up to `GenerationTokens`, where there is one, else to the end. By far the most outputs are such.
     plain: [u8; LONGEST],
     plain_len: usize,
 }
@@ -221,7 +221,8 @@ impl OutputLayout {
         self.fields.get(..self.len).unwrap_or_default()
     }
 
-    /// Elements behind the token ids where all have their defaults; `GenerationTokens`, always the last, excepted.
+    /// Elements behind the token ids where all have their defaults; `GenerationTokens`, always the last,
+    /// excepted.
     #[inline]
     pub(super) fn plain(&self) -> &[u8] {
         self.plain.get(..self.plain_len).unwrap_or_default()
@@ -570,8 +571,8 @@ fn release(version: &str) -> Option<Release> {
     Some((major, minor, patch))
 }
 
-/// Layouts of the struct that a pipeline's software writes, and of vLLM's own struct below it: vLLM-Omni's synthetic
-/// abort outputs have the latter.
+/// Layouts of the struct that a pipeline's software writes, and of vLLM's own struct below it: vLLM-Omni's
+/// synthetic abort outputs have the latter.
 #[derive(Clone, Copy, Debug)]
 struct Known {
     outer: u32,
@@ -596,7 +597,8 @@ impl Layouts {
         let omni = versions.omni.as_deref().and_then(release);
         let known = match flavor {
             Flavor::Vllm => vllm.and_then(|vllm| known(vllm, None)),
-            // One of the two may be unknown. Releases of the same number belong together, and vLLM-Omni has even ones.
+            // One of the two may be unknown. Releases of the same number belong together, and vLLM-Omni has
+            // even ones.
             Flavor::Omni => match (vllm, omni) {
                 (Some(vllm), Some(omni)) => known(vllm, Some(omni)),
                 (Some(vllm), None) if vllm.1 % 2 == 0 => known(vllm, Some(vllm)),
@@ -643,8 +645,8 @@ impl Layouts {
 
     #[cold]
     fn output_by_shape(&self, length: u32, reader: Reader<'_>) -> Result<&'static OutputLayout, WireError> {
-        // vLLM-Omni's own layouts come first: where a length has two candidates, and both fit, the element that
-        // differs (`is_segment_finished`) is nil, and the two read the same.
+        // vLLM-Omni's own layouts come first: where a length has two candidates, and both fit, the element
+        // that differs (`is_segment_finished`) is nil, and the two read the same.
         for layout in shapes::outputs(self.flavor) {
             if layout.len == length as usize && layout.fits(reader)? {
                 return Ok(layout);

@@ -1,6 +1,7 @@
 //! Typed messages of an engine's sockets, borrowed from the frame (docs/wire.md section "Engine sockets").
 //!
-//! Times are in seconds as on the wire: `timestamp` fields are `CLOCK_MONOTONIC` of the engine, `arrival` is wall clock.
+//! Times are in seconds as on the wire: `timestamp` fields are `CLOCK_MONOTONIC` of the engine, `arrival` is
+//! wall clock.
 
 /// A decoded payload frame.
 #[expect(
@@ -36,7 +37,8 @@ pub struct EngineOutputs<'a> {
     pub outputs: Vec<Output<'a>>,
     /// Scheduler snapshot; absent with log stats off, and between emissions.
     pub stats: Option<SchedulerStats<'a>>,
-    /// `CLOCK_MONOTONIC` of the engine in seconds; `None` when the frame was cut before it and no tail gave it.
+    /// `CLOCK_MONOTONIC` of the engine in seconds; `None` when the frame was cut before it and no tail gave
+    /// it.
     pub timestamp: Option<f64>,
     /// Ids that the engine reports as finished for good.
     pub finished_requests: Vec<&'a str>,
@@ -251,8 +253,8 @@ pub struct Add<'a> {
     pub has_stop_strings: bool,
 }
 
-/// How the API process wants its outputs (`RequestOutputKind` of vLLM: 0, 1, 2). The API server asks for deltas
-/// exactly where it streams the response.
+/// How the API process wants its outputs (`RequestOutputKind` of vLLM: 0, 1, 2). The API server asks for
+/// deltas exactly where it streams the response.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum OutputKind {
     /// Everything so far in each output.

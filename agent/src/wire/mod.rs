@@ -1,4 +1,5 @@
-//! Bytes on the pipeline's sockets to typed messages: pure, borrowed, limited in depth and length, never panicking.
+//! Bytes on the pipeline's sockets to typed messages: pure, borrowed, limited in depth and length, never
+//! panicking.
 
 pub mod assemble;
 pub mod engine;

@@ -1,8 +1,8 @@
 //! A zero-copy msgpack reader: limits on depth and length, typed errors, no allocation, no recursion.
 //!
-//! It covers the whole msgpack specification. A reader may be given the first bytes of a longer frame: lengths are
-//! then checked against the size of the whole frame, and a value that goes on behind the captured bytes is
-//! [`MsgpackError::Truncated`], not malformed.
+//! It covers the whole msgpack specification. A reader may be given the first bytes of a longer frame:
+//! lengths are then checked against the size of the whole frame, and a value that goes on behind the captured
+//! bytes is [`MsgpackError::Truncated`], not malformed.
 
 use thiserror::Error;
 
@@ -302,7 +302,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// An integer of 0 or more that counts something; larger ones than `u32` holds are not sensible and are cut.
+    /// An integer of 0 or more that counts something; larger ones than `u32` holds are not sensible and are
+    /// cut.
     #[inline]
     pub fn u32(&mut self) -> Result<u32> {
         Ok(u32::try_from(self.u64()?).unwrap_or(u32::MAX))
@@ -410,7 +411,8 @@ impl<'a> Reader<'a> {
             0x80..=0x8f | 0xde | 0xdf => {
                 self.at = start;
                 let pairs = self.map()?;
-                // Checked by `map` to fit the frame, so this can only be cut where the frame is 4 GiB or more.
+                // Checked by `map` to fit the frame, so this can only be cut where the frame is 4 GiB or
+                // more.
                 return Ok(pairs.saturating_mul(2));
             }
             0xc1 => return self.wrong(start, Expected::Value),
@@ -508,7 +510,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Every element takes a byte at least: a container that announces more than the frame holds is malformed.
+    /// Every element takes a byte at least: a container that announces more than the frame holds is
+    /// malformed.
     #[inline]
     fn check_count(&self, start: usize, count: u32, values: u64) -> Result<()> {
         if values > self.left() as u64 {

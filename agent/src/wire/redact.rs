@@ -1,9 +1,9 @@
 //! Blanks the content of frames for recordings: token ids, text, tensors.
 //!
-//! It works from a list of what may stay: ids, the values that the decoders take, the map keys that they look for.
-//! Everything else is overwritten in place: numbers with 0, text with `x`, binary data with zeros. Types and lengths
-//! stay, so a redacted frame decodes to the same message. Frames that are not decoded are overwritten wholly, but
-//! for the one or two first bytes that tell their type.
+//! It works from a list of what may stay: ids, the values that the decoders take, the map keys that they look
+//! for. Everything else is overwritten in place: numbers with 0, text with `x`, binary data with zeros. Types
+//! and lengths stay, so a redacted frame decodes to the same message. Frames that are not decoded are
+//! overwritten wholly, but for the one or two first bytes that tell their type.
 
 use super::{
     assemble::FrameType,
@@ -86,7 +86,12 @@ const AUDIO: Rule = Keys(&[
     (b"sampling_rate", Keep),
     (b"sr", Keep),
 ]);
-const SAMPLING: Rule = Keys(&[(b"max_tokens", Keep), (b"n", Keep)]);
+const SAMPLING: Rule = Keys(&[
+    (b"max_tokens", Keep),
+    (b"n", Keep),
+    (b"output_kind", Keep),
+    (b"stop", Blank),
+]);
 const START_UP: Rule = Keys(&[
     (b"max_model_len", Keep),
     (b"vllm_version", Keep),
@@ -167,7 +172,8 @@ fn outer_rule(index: u32) -> Rule {
     }
 }
 
-/// Blanks a frame of this type in place. `size` is that of the whole frame, of which `head` and `tail` were captured.
+/// Blanks a frame of this type in place. `size` is that of the whole frame, of which `head` and `tail` were
+/// captured.
 pub(super) fn frame(kind: FrameType, layouts: &Layouts, size: u64, head: &mut [u8], tail: &mut [u8]) {
     let mut walk = Walk {
         bytes: head,
@@ -228,7 +234,8 @@ pub(super) fn frame(kind: FrameType, layouts: &Layouts, size: u64, head: &mut [u
 /// Blanks what lies before the trailer, and in it what is no number or id.
 fn blank_outputs_tail(tail: &mut [u8], outer: u32, trailer: OutputsTrailer) {
     let start = trailer.stats.unwrap_or(trailer.timestamp);
-    // Where there are no statistics the byte before the timestamp is their nil, by which the trailer is known.
+    // Where there are no statistics the byte before the timestamp is their nil, by which the trailer is
+    // known.
     let before = if trailer.stats.is_none() {
         start.saturating_sub(1)
     } else {

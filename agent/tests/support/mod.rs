@@ -1,6 +1,10 @@
 //! Recorded frames for the tests of `wire`: what `tests/frames/generate.py` writes.
 
-#![allow(dead_code, reason = "each test uses a part of it")]
+#![allow(
+    dead_code,
+    clippy::unwrap_used,
+    reason = "shared by several test binaries that each use a part of it; a failed unwrap is a failed test"
+)]
 
 use std::path::Path;
 
@@ -9,7 +13,7 @@ use omnitap::{
     wire::{
         assemble::{Content, Decoded, Decoder},
         frame::Frame,
-        message::{Add, EngineOutputs, Message, Output, SchedulerStats},
+        message::{Add, EngineOutputs, FinishReason, Message, Output, OutputKind, SchedulerStats},
     },
 };
 use serde::Deserialize;
@@ -200,10 +204,7 @@ fn output_said(output: &Output<'_>) -> Value {
     sparse([
         ("request_id", json!(output.request_id)),
         ("new_tokens", set(output.new_tokens)),
-        (
-            "finish",
-            json!(output.finish_reason.map(|reason| reason.as_str())),
-        ),
+        ("finish", json!(output.finish_reason.map(FinishReason::as_str))),
         ("events", if has_events { events } else { Value::Null }),
         (
             "kv_wait",
@@ -287,5 +288,14 @@ fn add_said(add: &Add<'_>) -> Value {
         ("resumable", set(add.resumable)),
         ("external_req_id", json!(add.external_req_id)),
         ("pooling", set(add.is_pooling)),
+        (
+            "output_kind",
+            match add.output_kind {
+                OutputKind::Cumulative => Value::Null,
+                OutputKind::Delta => json!("delta"),
+                OutputKind::FinalOnly => json!("final_only"),
+            },
+        ),
+        ("stop", set(add.has_stop_strings)),
     ])
 }

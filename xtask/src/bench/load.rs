@@ -36,7 +36,7 @@ impl Large {
         let scenario = json!({
             "forward": "finished",
             "stages": [
-                {"kind": "ar", "replicas": REPLICAS, "step_ms": 20, "wakeups_hz": 0},
+                {"kind": "ar", "replicas": REPLICAS, "step_ms": 20, "wakeups_hz": 1},
             ],
             "phases": [
                 {"requests": [{

@@ -103,7 +103,7 @@ fn is_ours(family: &str) -> bool {
 }
 
 /// Compares counters and histograms as given (so give differences), gauges as they are.
-pub(crate) fn compare(server: &Exposition, agent: &Exposition, parity: &Parity) -> Report {
+pub(crate) fn compare(server: &Exposition, agent: &Exposition, parity: &Parity, given_up: u32) -> Report {
     let mut report = Report::default();
     let none = BTreeMap::new();
     for (name, ours) in server
@@ -116,7 +116,7 @@ pub(crate) fn compare(server: &Exposition, agent: &Exposition, parity: &Parity) 
         compare_family(name, ours, theirs, &mut report);
         report.families += usize::from(report.compared > before);
     }
-    parity.explain(&mut report);
+    parity.explain(&mut report, given_up);
     report
 }
 
@@ -244,7 +244,8 @@ fn equal(a: f64, b: f64) -> bool {
 }
 
 /// The table of differences that are meant: tab-separated case, family, parts, reason. `stale` as the parts is a
-/// gauge of which the server keeps an old value at rest, while the agent has 0.
+/// gauge of which the server keeps an old value at rest, while the agent has 0; `given-up` are figures of which the
+/// agent has at most one more for each request that its client gave up.
 #[derive(Debug)]
 pub(crate) struct Parity {
     rows: Vec<Row>,
@@ -256,6 +257,8 @@ struct Row {
     parts: Vec<Part>,
     /// The server may keep an old value at rest; the agent has 0 then.
     stale: bool,
+    /// The agent may have one more for each request that was given up.
+    given_up: bool,
     reason: String,
 }
 
@@ -274,9 +277,10 @@ impl Parity {
                 };
                 ensure!(is_ours(family), "{family} is no family of ours");
                 ensure!(!reason.trim().is_empty(), "no reason");
-                let stale = parts == "stale";
+                let (stale, given_up) = (parts == "stale", parts == "given-up");
                 let parts = match parts {
                     "stale" => vec![Part::Child, Part::Value],
+                    "given-up" => vec![Part::Value, Part::Count, Part::Sum, Part::Bucket],
                     "*" => vec![Part::Child, Part::Value, Part::Count, Part::Sum, Part::Bucket],
                     parts => parts
                         .split(',')
@@ -287,6 +291,7 @@ impl Parity {
                     family: family.to_owned(),
                     parts,
                     stale,
+                    given_up,
                     reason: reason.to_owned(),
                 };
                 Ok((cases.to_owned(), row))
@@ -299,11 +304,11 @@ impl Parity {
         Ok(Self { rows })
     }
 
-    fn explain(&self, report: &mut Report) {
+    fn explain(&self, report: &mut Report, given_up: u32) {
         let mut used = vec![false; self.rows.len()];
         for deviation in &mut report.deviations {
             for (row, used) in self.rows.iter().zip(&mut used) {
-                if row.covers(deviation) {
+                if row.covers(deviation, given_up) {
                     *used = true;
                     deviation.reason = Some(row.reason.clone());
                     break;
@@ -316,12 +321,16 @@ impl Parity {
 }
 
 impl Row {
-    fn covers(&self, deviation: &Deviation) -> bool {
+    fn covers(&self, deviation: &Deviation, given_up: u32) -> bool {
         let named = match self.family.strip_suffix('*') {
             Some(start) => deviation.family.starts_with(start),
             None => deviation.family == self.family,
         };
-        named && self.parts.contains(&deviation.part) && (!self.stale || is_zero(deviation.agent))
+        let more = deviation.agent - deviation.server;
+        named
+            && self.parts.contains(&deviation.part)
+            && (!self.stale || is_zero(deviation.agent))
+            && (!self.given_up || (0.0..=f64::from(given_up)).contains(&more))
     }
 }
 
@@ -339,7 +348,7 @@ mod tests {
     }
 
     fn found(server: &Exposition, agent: &Exposition) -> Vec<(Part, f64, f64)> {
-        compare(server, agent, &NOTHING)
+        compare(server, agent, &NOTHING, 0)
             .deviations
             .iter()
             .map(|d| (d.part, d.server, d.agent))
@@ -371,7 +380,7 @@ mod tests {
             "vllm:n_total",
             "vllm:n_total{model_name=\"m\",replica=\"1\",stage=\"0\"} 2",
         );
-        let report = compare(&engines_as_replicas(server), &agent, &NOTHING);
+        let report = compare(&engines_as_replicas(server), &agent, &NOTHING, 0);
         assert_eq!(
             (report.compared, report.families, report.deviations),
             (1, 1, vec![])
@@ -438,7 +447,7 @@ mod tests {
             "# TYPE http_requests_total counter\nhttp_requests_total 3\n# TYPE vllm:n_created gauge\nvllm:n_created 1\n",
         )
         .unwrap();
-        assert_eq!(compare(&server, &Exposition::default(), &NOTHING).compared, 0);
+        assert_eq!(compare(&server, &Exposition::default(), &NOTHING, 0).compared, 0);
     }
 
     #[test]
@@ -449,11 +458,11 @@ mod tests {
         )
         .unwrap();
         let agent = Exposition::parse("# TYPE vllm_omni:x_1 gauge\nvllm_omni:x_1 2\n").unwrap();
-        let report = compare(&server, &agent, &Parity::parse(table, "omni").unwrap());
+        let report = compare(&server, &agent, &Parity::parse(table, "omni").unwrap(), 0);
         let left: Vec<&str> = report.unexplained().map(|d| d.family.as_str()).collect();
         assert_eq!(left, ["vllm_omni:y"]);
         assert_eq!(report.unused, ["vllm:gone"]);
-        let elsewhere = compare(&server, &agent, &Parity::parse(table, "vllm").unwrap());
+        let elsewhere = compare(&server, &agent, &Parity::parse(table, "vllm").unwrap(), 0);
         assert_eq!(elsewhere.unexplained().count(), 2);
     }
 
@@ -464,7 +473,7 @@ mod tests {
         let table = Parity::parse("omni\tvllm:running\tstale\tkeeps the last snapshot", "omni").unwrap();
         let page = |value: &str| page("gauge", "vllm:running", &format!("vllm:running {value}"));
         assert_eq!(
-            compare(&page("4"), &page(agent), &table).unexplained().count(),
+            compare(&page("4"), &page(agent), &table, 0).unexplained().count(),
             unexplained
         );
     }

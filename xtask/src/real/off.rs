@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, fs, path::Path};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use super::{exposition::Exposition, load::Outcome};
 
@@ -147,23 +147,25 @@ fn checks(outcomes: &[Outcome], agent: &Exposition) -> Vec<Check> {
 }
 
 /// Prints the families that the agent had in the last run with statistics on and has not now.
-pub(crate) fn cannot_be_had(agent: &Exposition, folder: &Path) -> Result<()> {
-    let with = folder.with_file_name("omni").join("agent-after.txt");
-    let Ok(text) = fs::read_to_string(&with) else {
+pub(crate) fn cannot_be_had(folder: &Path) -> Result<()> {
+    let without_source = |case: &Path| -> Result<BTreeSet<String>> {
+        let page = case.join("agent-after.txt");
+        let text = fs::read_to_string(&page).with_context(|| format!("cannot read {}", page.display()))?;
+        let state = |line: &str| {
+            let labels = line
+                .strip_prefix("omnitap_source_state{family=\"")?
+                .strip_suffix(" 0.0")?;
+            Some(labels.split('"').next()?.to_owned())
+        };
+        Ok(text.lines().filter_map(state).collect())
+    };
+    let on = folder.with_file_name("omni");
+    if !on.exists() {
         println!("  run the case `omni` too for the list of families that need the server's statistics");
         return Ok(());
-    };
-    let filled = |page: &Exposition| -> BTreeSet<String> {
-        page.0
-            .iter()
-            .filter(|(name, family)| name.starts_with("vllm") && !family.children.is_empty())
-            .map(|(name, _)| name.clone())
-            .collect()
-    };
-    let missing: Vec<String> = filled(&Exposition::parse(&text)?)
-        .difference(&filled(agent))
-        .cloned()
-        .collect();
+    }
+    let (off, on) = (without_source(folder)?, without_source(&on)?);
+    let missing: Vec<&str> = off.difference(&on).map(String::as_str).collect();
     println!(
         "  not to be had while the server's statistics are off: {}",
         missing.join(", ")

@@ -1,0 +1,49 @@
+//! Recordings of real servers, replayed: their exposition is pinned as golden text.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::{fs::File, path::Path};
+
+use omnitap::{
+    metrics::{registry::Limits, text::Format},
+    observer::Observer,
+    pipeline::tracker,
+    record::Entries,
+};
+use rstest::rstest;
+
+/// The families of a recording's pipelines, as text.
+fn replayed(name: &str) -> String {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../tests/recordings/{name}.jsonl.gz"));
+    let entries =
+        Entries::new(File::open(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display()))).unwrap();
+    assert!(entries.header.redacted, "{name} must not carry content");
+    let limits = Limits {
+        max_series: 50_000,
+        retention: std::time::Duration::from_mins(15),
+    };
+    let mut observer = Observer::new(limits, tracker::Limits::default());
+    for entry in entries {
+        observer.replay(&entry.unwrap());
+    }
+    let mut out = Vec::new();
+    observer.exposition().render_pipelines(&mut out, Format::Text);
+    String::from_utf8(out).unwrap()
+}
+
+/// Sample lines with a value, without those of empty buckets: what a reader can check by eye.
+fn told(text: &str) -> String {
+    let has_value = |line: &&str| !line.starts_with('#') && !line.ends_with(" 0.0");
+    text.lines()
+        .filter(has_value)
+        .fold(String::new(), |told, line| told + line + "\n")
+}
+
+#[rstest]
+#[case::plain_vllm("vllm")]
+#[case::speech_with_log_stats("omni")]
+#[case::speech_without_log_stats("omni-off")]
+fn a_recording_of_a_real_server_gives_the_same_text(#[case] name: &str) {
+    let text = replayed(name);
+    assert_eq!(text, replayed(name), "a replay must not depend on when it runs");
+    insta::assert_snapshot!(name, told(&text));
+}
