@@ -323,12 +323,17 @@ fn show(report: &Report) {
     }
 }
 
-/// Labels for a person: the model's name is the same in a whole run.
+/// Labels for a person: short, and without the model's name, which is the same in a whole run.
 fn labels(labels: &exposition::Labels) -> String {
     let shown: Vec<String> = labels
         .iter()
         .filter(|(name, _)| *name != "model_name")
         .map(|(name, value)| format!("{name}={value}"))
         .collect();
-    shown.join(",")
+    let mut text = shown.join(",");
+    if let Some((at, _)) = text.char_indices().nth(60) {
+        text.truncate(at);
+        text.push_str("...");
+    }
+    text
 }
