@@ -37,22 +37,47 @@ pub mod program {
 pub mod map {
     /// Ring buffer of all records, in the order of their reservation. Its size may be set at load time.
     pub const EVENTS: &str = "EVENTS";
-    /// Hash from process id (`u32`, initial PID namespace) to [`watch`](crate::watch) flags (`u32`).
+    /// Array of `u64` with the [`watch`](crate::watch) flags of every process id; see
+    /// [`watch::place`](crate::watch::place).
     pub const WATCHED: &str = "WATCHED";
-    /// Array of one [`Config`](crate::Config).
-    pub const CONFIG: &str = "CONFIG";
     /// Per-CPU array of `u64`, indexed by [`Counter`](crate::Counter).
     pub const COUNTERS: &str = "COUNTERS";
     /// Multipart messages of which the payload has been seen and the last part has not. Kernel side only.
     pub const MESSAGES: &str = "MESSAGES";
 }
 
+/// Names of the settings in the object, [`Config`]'s fields. The loader sets them before it loads the programs.
+pub mod global {
+    /// [`Config::capture_limit`](crate::Config::capture_limit), as `u32`.
+    pub const CAPTURE_LIMIT: &str = "CAPTURE_LIMIT";
+    /// [`Config::wakeup_bytes`](crate::Config::wakeup_bytes), as `u32`.
+    pub const WAKEUP_BYTES: &str = "WAKEUP_BYTES";
+}
+
 /// Flags in the `WATCHED` map.
+///
+/// The map is a table of bits over all process ids (1 MiB), not a hash of the few watched ones: in a hit of
+/// the probe, where caches are cold, a look into a hash costs 90 ns, a load from an array 20.
 pub mod watch {
     /// Frames that the process hands to `zmq_msg_send` are captured.
-    pub const FRAMES: u32 = 1;
+    pub const FRAMES: u64 = 1;
     /// Forks and the end of the process are reported.
-    pub const LIFE: u32 = 2;
+    pub const LIFE: u64 = 2;
+
+    /// Process ids are below this on 64-bit kernels (`PID_MAX_LIMIT` of include/linux/threads.h).
+    pub const PIDS: u32 = 4 << 20;
+    /// Bits that a process has in its word: one for each flag.
+    const BITS: u32 = 2;
+    const PIDS_A_WORD: u32 = u64::BITS / BITS;
+    /// Entries of the map.
+    pub const WORDS: u32 = PIDS / PIDS_A_WORD;
+
+    /// Where the flags of a process are: the map's entry, and by how many bits they are shifted in it.
+    #[inline]
+    #[must_use]
+    pub const fn place(tgid: u32) -> (u32, u32) {
+        (tgid / PIDS_A_WORD, tgid % PIDS_A_WORD * BITS)
+    }
 }
 
 /// Flags of a frame record.
@@ -76,6 +101,8 @@ pub const PREFIX_MAX: u64 = 32;
 /// error, or the kernel missed a hit of the probe. In nanoseconds.
 pub const MESSAGE_TIMEOUT_NS: u64 = 1_000_000_000;
 
+/// Smallest value of [`Config::capture_limit`]: shorter frames need not look what it is.
+pub const CAPTURE_LIMIT_MIN: u32 = 1024;
 /// Largest and default value of [`Config::capture_limit`].
 pub const CAPTURE_LIMIT_MAX: u32 = 64 * 1024;
 /// Most bytes that are kept of the end of a frame larger than the capture limit.
@@ -86,36 +113,18 @@ pub const SIZE_CLASSES: [u32; 6] = [64, 256, 1024, 4096, 16 * 1024, 64 * 1024];
 /// Smallest record that looks how full the ring is, with its header; see [`Config::wakeup_bytes`].
 pub const WAKEUP_RECORD_MIN: u32 = 4096;
 
-/// Settings that the programs read on each hit, so that they can be changed while running.
-#[repr(C)]
+/// Settings of the programs, given to them before they are loaded (see [`global`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Most bytes of a frame that are captured, at most [`CAPTURE_LIMIT_MAX`].
+    /// Most bytes of a frame that are captured, from [`CAPTURE_LIMIT_MIN`] to [`CAPTURE_LIMIT_MAX`].
     ///
     /// A longer frame gives its last `min(capture_limit / 4, TAIL_MAX)` bytes as tail, and as many of its
     /// first bytes as the rest of the limit allows.
     pub capture_limit: u32,
-    /// When the reader is woken. 0 leaves it to the kernel, which wakes a reader that had caught up, at the
-    /// sender's cost: measured at 7 us a wake-up, ten times that of the record. Otherwise by a record of at least [`WAKEUP_RECORD_MIN`] bytes that finds this many
-    /// unread bytes in the ring, and the reader looks by itself on a timer. Keep it well below the size of
-    /// the ring.
+    /// When the reader is woken: by a record of at least [`WAKEUP_RECORD_MIN`] bytes that finds this many
+    /// unread bytes in the ring. For the rest the reader looks by itself, on a timer: a wake-up is at the
+    /// sender's cost, measured at 7 us, ten times that of the record. Keep it well below the size of the ring.
     pub wakeup_bytes: u32,
-}
-
-impl Config {
-    /// The form that the `CONFIG` map takes.
-    #[must_use]
-    pub fn to_bytes(self) -> [u8; size_of::<Self>()] {
-        let Self {
-            capture_limit,
-            wakeup_bytes,
-        } = self;
-        let mut bytes = [0; size_of::<Self>()];
-        let (limit, wakeup) = bytes.split_at_mut(offset_of!(Self, wakeup_bytes));
-        limit.copy_from_slice(&capture_limit.to_ne_bytes());
-        wakeup.copy_from_slice(&wakeup_bytes.to_ne_bytes());
-        bytes
-    }
 }
 
 /// What a record is about: its first four bytes.
@@ -172,7 +181,6 @@ pub struct ProcessRecord {
 }
 
 const _: () = {
-    assert!(size_of::<Config>() == 8 && offset_of!(Config, wakeup_bytes) == 4);
     assert!(size_of::<FrameHeader>() == 56);
     assert!(offset_of!(FrameHeader, time_ns) == 8 && offset_of!(FrameHeader, tgid) == 16);
     assert!(offset_of!(FrameHeader, tid) == 20 && offset_of!(FrameHeader, socket) == 24);

@@ -3,30 +3,34 @@
 use aya_ebpf::{
     bindings::{BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP},
     macros::map,
-    maps::{Array, HashMap, PerCpuArray, RingBuf},
+    maps::{Array, PerCpuArray, RingBuf},
 };
-use omnitap_ebpf::{Config, Counter, WAKEUP_RECORD_MIN};
+use omnitap_ebpf::{CAPTURE_LIMIT_MAX, CAPTURE_LIMIT_MIN, Counter, WAKEUP_RECORD_MIN, watch};
 
 /// All records. The loader may give it another size.
 #[map]
 pub(crate) static EVENTS: RingBuf = RingBuf::with_byte_size(8 << 20, 0);
 
-/// Process id to `omnitap_ebpf::watch` flags.
+/// The `omnitap_ebpf::watch` flags of each process id.
 #[map]
-static WATCHED: HashMap<u32, u32> = HashMap::with_max_entries(4096, 0);
+static WATCHED: Array<u64> = Array::with_max_entries(watch::WORDS, 0);
 
-#[map]
-static CONFIG: Array<Config> = Array::with_max_entries(1, 0);
+/// `Config::capture_limit`; set by the loader.
+#[unsafe(no_mangle)]
+static CAPTURE_LIMIT: u32 = CAPTURE_LIMIT_MAX;
+
+/// `Config::wakeup_bytes`; set by the loader.
+#[unsafe(no_mangle)]
+static WAKEUP_BYTES: u32 = 0;
 
 #[map]
 static COUNTERS: PerCpuArray<u64> = PerCpuArray::with_max_entries(Counter::ALL.len() as u32, 0);
 
 /// Whether the process is watched for one of these `omnitap_ebpf::watch` flags.
 #[inline(always)]
-pub(crate) fn is_watched(tgid: u32, flags: u32) -> bool {
-    // SAFETY: an entry that is removed and reused meanwhile holds the flags of another watched process; the
-    // hit is then one more at the moment of a change.
-    unsafe { WATCHED.get(tgid) }.is_some_and(|have| have & flags != 0)
+pub(crate) fn is_watched(tgid: u32, flags: u64) -> bool {
+    let (word, shift) = watch::place(tgid);
+    WATCHED.get(word).is_some_and(|word| *word >> shift & flags != 0)
 }
 
 /// Adds 1 to a counter.
@@ -53,22 +57,27 @@ pub(crate) unsafe fn add(to: *mut u64, number: u64) {
     }
 }
 
-/// `Config::capture_limit`.
+/// `Config::capture_limit`. A load from a cold page: not for frames of at most `CAPTURE_LIMIT_MIN`.
 #[inline(always)]
 pub(crate) fn capture_limit() -> u64 {
-    CONFIG.get(0).map_or(0, |config| u64::from(config.capture_limit))
+    setting(&CAPTURE_LIMIT).clamp(u64::from(CAPTURE_LIMIT_MIN), u64::from(CAPTURE_LIMIT_MAX))
 }
 
 /// The flags for submitting a record of this size: whether to wake the reader (`Config::wakeup_bytes`).
 #[inline(always)]
 pub(crate) fn wakeup(record_bytes: usize) -> u64 {
-    let threshold = CONFIG.get(0).map_or(0, |config| u64::from(config.wakeup_bytes));
-    if threshold == 0 {
-        return 0;
-    }
     // Small records fill no ring between two looks of the reader: they need not even know how full it is.
-    if record_bytes >= WAKEUP_RECORD_MIN as usize && EVENTS.query(u64::from(BPF_RB_AVAIL_DATA)) >= threshold {
+    if record_bytes >= WAKEUP_RECORD_MIN as usize
+        && EVENTS.query(u64::from(BPF_RB_AVAIL_DATA)) >= setting(&WAKEUP_BYTES)
+    {
         return u64::from(BPF_RB_FORCE_WAKEUP);
     }
     u64::from(BPF_RB_NO_WAKEUP)
+}
+
+/// The loader changes the value: the compiler must not take the one that stands here.
+#[inline(always)]
+fn setting(value: &'static u32) -> u64 {
+    // SAFETY: a reference is valid for reads.
+    u64::from(unsafe { core::ptr::from_ref(value).read_volatile() })
 }

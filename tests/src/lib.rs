@@ -53,7 +53,9 @@ pub fn unprivileged() -> Result<Option<Turn>> {
         ))?;
         return Ok(None);
     }
-    let path = std::env::temp_dir().join("omnitap-tests.lock");
+    // One for each user: nobody else could open root's.
+    let user = rustix::process::geteuid().as_raw();
+    let path = std::env::temp_dir().join(format!("omnitap-tests-{user}.lock"));
     let file = File::options()
         .create(true)
         .append(true)

@@ -16,10 +16,10 @@ use std::{
 
 use aya::{
     Ebpf, EbpfLoader,
-    maps::{Array, HashMap, MapData, PerCpuArray, RingBuf},
+    maps::{Array, MapData, PerCpuArray, RingBuf},
     programs::{RawTracePoint, UProbe, uprobe::UProbeScope},
 };
-use omnitap_ebpf::{Config, Counter, FrameHeader, Kind, ProcessRecord, Record, map, program};
+use omnitap_ebpf::{Config, Counter, FrameHeader, Kind, ProcessRecord, Record, global, map, program, watch};
 
 /// The committed object for this machine.
 pub(crate) const OBJECT: &[u8] = {
@@ -192,34 +192,26 @@ impl Tap {
         unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const unlimited) };
         let mut ebpf = EbpfLoader::new()
             .map_max_entries(map::EVENTS, ring_bytes)
+            .override_global(global::CAPTURE_LIMIT, &config.capture_limit, true)
+            .override_global(global::WAKEUP_BYTES, &config.wakeup_bytes, true)
             .load(OBJECT)
             .unwrap_or_else(|e| panic!("the object does not load: {e:?}"));
         let ring = RingBuf::try_from(ebpf.take_map(map::EVENTS).unwrap()).unwrap();
-        let mut tap = Self {
+        Self {
             ebpf,
             ring,
             frames: Vec::new(),
             processes: Vec::new(),
-        };
-        tap.configure(config);
-        tap
-    }
-
-    pub(crate) fn configure(&mut self, config: Config) {
-        let map = self.ebpf.map_mut(map::CONFIG).unwrap();
-        let mut map: Array<_, [u8; 8]> = Array::try_from(map).unwrap();
-        map.set(0, config.to_bytes(), 0).unwrap();
+        }
     }
 
     /// Watches a process with these flags; 0 ends it.
-    pub(crate) fn watch(&mut self, pid: u32, flags: u32) {
+    pub(crate) fn watch(&mut self, pid: u32, flags: u64) {
         let map = self.ebpf.map_mut(map::WATCHED).unwrap();
-        let mut map: HashMap<_, u32, u32> = HashMap::try_from(map).unwrap();
-        if flags == 0 {
-            map.remove(&pid).unwrap();
-        } else {
-            map.insert(pid, flags, 0).unwrap();
-        }
+        let mut map: Array<_, u64> = Array::try_from(map).unwrap();
+        let (word, shift) = watch::place(pid);
+        let others = map.get(&word, 0).unwrap() & !((watch::FRAMES | watch::LIFE) << shift);
+        map.set(word, others | flags << shift, 0).unwrap();
     }
 
     /// Loads all programs and attaches the probe in one process.

@@ -29,13 +29,13 @@ use std::{
 
 use aya::{
     Ebpf, EbpfError, EbpfLoader,
-    maps::{Array, HashMap as BpfHashMap, MapData, MapError, PerCpuArray, RingBuf},
+    maps::{Array, MapData, MapError, PerCpuArray, RingBuf},
     programs::{
         ProgramError, RawTracePoint, UProbe,
         uprobe::{UProbeAttachLocation, UProbeLink, UProbeScope},
     },
 };
-use omnitap_ebpf::{CAPTURE_LIMIT_MAX, Config, Counter, map, program, watch};
+use omnitap_ebpf::{CAPTURE_LIMIT_MAX, Config, Counter, global, map, program, watch};
 use parking_lot::Mutex;
 use thiserror::Error;
 
@@ -149,8 +149,8 @@ pub enum AttachError {
     /// A mapped file could not be read.
     #[error("mapped file: {0}")]
     File(#[from] SymbolError),
-    /// The process could not be entered in the map of watched ones.
-    #[error("cannot enter the process in the map of watched ones: {0}")]
+    /// The process could not be entered in the table of watched ones.
+    #[error("cannot enter the process in the table of watched ones: {0}")]
     Watch(#[source] MapError),
     /// The kernel refused the probe.
     #[error("the kernel refused the probe in `{path}` at {offset:#x}: {source}")]
@@ -177,7 +177,7 @@ pub enum FailureReason {
     NoFunction,
     /// A file could not be read.
     File,
-    /// Too many watched processes.
+    /// The table of watched processes could not be written.
     Watch,
     /// A capability is missing.
     Denied,
@@ -353,26 +353,18 @@ impl fmt::Debug for Inner {
     }
 }
 
-/// The kernel's map of watched processes, with a copy of it.
-struct Watched {
-    map: BpfHashMap<MapData, u32, u32>,
-    flags: HashMap<u32, u32>,
-}
+/// The kernel's table of watched processes, which only this writes.
+struct Watched(Array<MapData, u64>);
 
 impl Watched {
-    fn change(&mut self, pid: u32, set: u32, clear: u32) -> Result<(), MapError> {
-        let old = self.flags.get(&pid).copied().unwrap_or(0);
-        let new = (old | set) & !clear;
+    fn change(&mut self, pid: u32, set: u64, clear: u64) -> Result<(), MapError> {
+        let (word, shift) = watch::place(pid);
+        let old = self.0.get(&word, 0)?;
+        let new = (old | set << shift) & !(clear << shift);
         if new == old {
             return Ok(());
         }
-        if new == 0 {
-            self.flags.remove(&pid);
-            return self.map.remove(&pid);
-        }
-        self.map.insert(pid, new, 0)?;
-        self.flags.insert(pid, new);
-        Ok(())
+        self.0.set(word, new, 0)
     }
 }
 
@@ -390,27 +382,19 @@ impl Tap {
             .filter(|bytes| RING_BYTES.contains(bytes))
             .ok_or(TapError::RingBytes(settings.ring_bytes))?;
         raise_memlock();
+        let config = Config {
+            capture_limit: settings.capture_limit,
+            wakeup_bytes: settings.wakeup_bytes.min(ring_bytes / 2),
+        };
         // The programs need no type information of the kernel, whose parsing would cost tens of megabytes.
         let mut ebpf = EbpfLoader::new()
             .btf(None)
             .map_max_entries(map::EVENTS, ring_bytes)
+            .override_global(global::CAPTURE_LIMIT, &config.capture_limit, true)
+            .override_global(global::WAKEUP_BYTES, &config.wakeup_bytes, true)
             .load(OBJECT)?;
 
-        let mut config: Array<_, [u8; size_of::<Config>()]> = take(&mut ebpf, map::CONFIG)?;
-        let values = Config {
-            capture_limit: settings.capture_limit.min(CAPTURE_LIMIT_MAX),
-            wakeup_bytes: settings.wakeup_bytes.min(ring_bytes / 2),
-        };
-        config
-            .set(0, values.to_bytes(), 0)
-            .map_err(|source| TapError::Map {
-                name: map::CONFIG,
-                source,
-            })?;
-        let watched = Watched {
-            map: take(&mut ebpf, map::WATCHED)?,
-            flags: HashMap::new(),
-        };
+        let watched = Watched(take(&mut ebpf, map::WATCHED)?);
         let counters = take(&mut ebpf, map::COUNTERS)?;
         let ring: RingBuf<MapData> = take(&mut ebpf, map::EVENTS)?;
         let positions = ring::Positions::new(ring.as_fd()).map_err(TapError::Ring)?;

@@ -92,7 +92,7 @@ impl Finder {
     }
 
     /// The files of a process that define the function and run code from there. Empty: none. An error tells
-    /// why a file that could have it could not be read, if no other has it.
+    /// why libzmq, pyzmq's module or the executable could not be read, if no other file has it.
     ///
     /// Blocks on reads of the files; a file system of the container's own (FUSE) can make that long.
     pub fn find(&self, pid: u32, maps: &[u8]) -> Result<Vec<Target>, SymbolError> {
@@ -113,11 +113,15 @@ impl Finder {
         let mut failed = None;
         for rank in files.chunk_by(|(a, _), (b, _)| a == b) {
             let mut found = Vec::new();
-            for (_, mapping) in rank {
+            for (kind, mapping) in rank {
                 match self.look(pid, mapping) {
                     // The code must be mapped to run from there: a file may claim any offset.
                     Ok(Some(target)) if runs(&mappings, mapping, target.place.offset) => found.push(target),
                     Ok(_) => {}
+                    // Any process may map files that look like libraries and are none.
+                    Err(e) if *kind == Rank::Other => {
+                        tracing::debug!(pid, path = %String::from_utf8_lossy(&mapping.path), error = %e, "not looked into");
+                    }
                     Err(e) => failed = failed.or(Some(e)),
                 }
             }

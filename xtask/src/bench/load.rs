@@ -20,7 +20,7 @@ use crate::{
 /// Lines and open requests that the bounds speak of.
 pub(super) const MANY: usize = 10_000;
 /// Replicas of the large pipeline: some 440 lines each.
-const REPLICAS: usize = 24;
+const REPLICAS: usize = 32;
 const IDLE: Duration = Duration::from_secs(30);
 
 /// The bundled pipeline with so many replicas that a page has 10,000 lines, and the agent beside it.
