@@ -4,10 +4,7 @@ use core::{cell::UnsafeCell, mem::MaybeUninit};
 
 use aya_ebpf::{
     EbpfContext as _,
-    helpers::{
-        bpf_get_current_pid_tgid, bpf_ktime_get_ns,
-        generated::bpf_probe_read_user,
-    },
+    helpers::{bpf_get_current_pid_tgid, bpf_ktime_get_ns, generated::bpf_probe_read_user},
     macros::{map, uprobe},
     maps::LruHashMap,
     programs::ProbeContext,
@@ -376,7 +373,14 @@ fn captured_vsm(ctx: &ProbeContext, buffer: &Buffer, about: About) -> Counter {
     // SAFETY: `slot` is the reserved record, and has room for the buffer.
     unsafe {
         let header = &raw mut (*slot).header;
-        write_header(header, ctx, 0, buffer.get(Buffer::ID), msg(ctx) + MSG_CONTENT, about.vsm_size());
+        write_header(
+            header,
+            ctx,
+            0,
+            buffer.get(Buffer::ID),
+            msg(ctx) + MSG_CONTENT,
+            about.vsm_size(),
+        );
         (&raw mut (*header).head_len).write_volatile(about.vsm_size() as u32);
         let to = (&raw mut (*slot).content).cast::<u64>();
         to.write_volatile(buffer.get(0));

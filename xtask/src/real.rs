@@ -57,6 +57,8 @@ pub(crate) struct Args {
 enum Case {
     /// Plain vLLM
     Vllm,
+    /// Plain vLLM with two data-parallel engines and two API workers
+    VllmParallel,
     /// vLLM-Omni, two stages, its own statistics on
     Omni,
     /// vLLM-Omni, two stages, its own statistics off
@@ -67,6 +69,7 @@ impl Case {
     fn name(self) -> &'static str {
         match self {
             Self::Vllm => "vllm",
+            Self::VllmParallel => "vllm-parallel",
             Self::Omni => "omni",
             Self::OmniOff => "omni-off",
         }
@@ -74,7 +77,8 @@ impl Case {
 
     fn server(self) -> Kind {
         match self {
-            Self::Vllm => Kind::Vllm,
+            Self::Vllm => Kind::Vllm { parallel: false },
+            Self::VllmParallel => Kind::Vllm { parallel: true },
             Self::Omni => Kind::Omni { log_stats: true },
             Self::OmniOff => Kind::Omni { log_stats: false },
         }
@@ -119,7 +123,7 @@ struct Run {
 /// Runs the task.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let cases = if args.only.is_empty() {
-        vec![Case::Vllm, Case::Omni, Case::OmniOff]
+        vec![Case::Vllm, Case::VllmParallel, Case::Omni, Case::OmniOff]
     } else {
         args.only.clone()
     };

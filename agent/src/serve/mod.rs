@@ -12,10 +12,7 @@ use std::{
     convert::Infallible,
     io::{self, Write as _},
     net::SocketAddr,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering::Relaxed},
-    },
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -32,6 +29,7 @@ use hyper::{
     service::service_fn,
 };
 use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::{Semaphore, watch},
@@ -122,7 +120,7 @@ impl Server {
             site: Arc::new(Site {
                 content,
                 renders: Semaphore::new(RENDERS),
-                last_size: AtomicUsize::new(0),
+                spare: Mutex::default(),
             }),
         })
     }
@@ -223,8 +221,26 @@ async fn serve(stream: TcpStream, site: Arc<Site>, mut stopped: watch::Receiver<
 struct Site {
     content: Content,
     renders: Semaphore,
-    /// Bytes of the last rendering: room for the next.
-    last_size: AtomicUsize,
+    /// Room of an answer that is out, for the next: a megabyte of new memory costs a scrape more than its text.
+    spare: Mutex<Vec<u8>>,
+}
+
+/// The text of an answer; its room goes back when the answer is out.
+struct Lent {
+    text: Vec<u8>,
+    site: Arc<Site>,
+}
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        &self.text
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        self.site.take_back(std::mem::take(&mut self.text));
+    }
 }
 
 type Answer = Response<Full<Bytes>>;
@@ -278,17 +294,26 @@ impl Site {
         answer
     }
 
-    fn render(&self, format: Format, encoding: Encoding) -> Bytes {
+    /// Keeps the room of a text, or that of another which is there and larger.
+    fn take_back(&self, text: Vec<u8>) {
+        let mut spare = self.spare.lock();
+        if text.capacity() > spare.capacity() {
+            *spare = text;
+        }
+    }
+
+    fn render(self: &Arc<Self>, format: Format, encoding: Encoding) -> Bytes {
         let start = Instant::now();
         let Content { exposition, own, .. } = &self.content;
         own.sample_process();
-        // Some room for growth since the last time, so that the text needs no second allocation.
-        let mut text = Vec::with_capacity(self.last_size.load(Relaxed) + (4 << 10));
+        let mut text = std::mem::take(&mut *self.spare.lock());
+        text.clear();
         exposition.render(&mut text, format);
-        self.last_size.store(text.len(), Relaxed);
+        let site = Arc::clone(self);
+        let text = Lent { text, site };
         let body = match encoding {
-            Encoding::Identity => Bytes::from(text),
-            Encoding::Gzip => gzip(&text),
+            Encoding::Identity => Bytes::from_owner(text),
+            Encoding::Gzip => gzip(text.as_ref()),
         };
         own.observe(
             Family::OmnitapScrapeDurationSeconds,

@@ -37,9 +37,11 @@ pub(super) fn measure(program: &Path, folder: &Path) -> Result<Vec<Figure>> {
         .build()
         .into();
     let url = large.agent.metrics();
+    let healthz = url.replace("/metrics", "/healthz");
     let mut theirs = Vec::new();
     let mut ours = Vec::new();
     let mut http = Vec::new();
+    let mut health = Vec::new();
     for _ in 0..ROUNDS {
         let out = setup::output(
             Command::new(&python)
@@ -71,6 +73,12 @@ pub(super) fn measure(program: &Path, folder: &Path) -> Result<Vec<Figure>> {
                 bytes.len()
             );
         }
+        // What HTTP and this machine take of it: an answer of three bytes.
+        for _ in 0..SCRAPES {
+            let start = Instant::now();
+            client.get(&healthz).call()?.body_mut().read_to_vec()?;
+            health.push(start.elapsed().as_secs_f64() * 1e3);
+        }
         let added = Exposition::parse(&large.agent.scrape()?)?.since(&before);
         let of = |what: Option<f64>| what.context("the agent has no omnitap_scrape_duration_seconds");
         let family = "omnitap_scrape_duration_seconds";
@@ -95,10 +103,12 @@ pub(super) fn measure(program: &Path, folder: &Path) -> Result<Vec<Figure>> {
             "ms",
             Some(Bound::AtMost(5.0)),
             format!(
-                "{} scrapes, median {:.3} ms, {} bytes",
+                "{} scrapes, median {:.3} ms, {} bytes; of /healthz median {:.3} ms, 99th percentile {:.3} ms",
                 http.len(),
                 median(&http),
-                page.len()
+                page.len(),
+                median(&health),
+                quantile(&health, 0.99)
             ),
         ),
     ])

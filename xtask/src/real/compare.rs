@@ -263,7 +263,7 @@ struct Row {
 }
 
 impl Parity {
-    /// The rows of a case. `*` as the case is every case, as the family's end any end, as the parts all parts.
+    /// The rows of a case; several are separated by commas. `*` as the case is every case, as the family's end any end, as the parts all parts.
     pub(crate) fn parse(text: &str, case: &str) -> Result<Self> {
         let mut rows = Vec::new();
         for (at, line) in text.lines().enumerate() {
@@ -297,7 +297,7 @@ impl Parity {
                 Ok((cases.to_owned(), row))
             };
             let (cases, row) = row().with_context(|| format!("line {}: {line}", at + 1))?;
-            if cases == "*" || cases == case {
+            if cases.split(',').any(|known| known == "*" || known == case) {
                 rows.push(row);
             }
         }

@@ -19,7 +19,10 @@ const PYTHON: &str = "3.11";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Plain vLLM with a tiny language model.
-    Vllm,
+    Vllm {
+        /// Whether it has two data-parallel engines and two API workers instead of one of each.
+        parallel: bool,
+    },
     /// vLLM-Omni with the two stages of Audex speech.
     Omni {
         /// Whether the server's own statistics are on (its default).
@@ -164,7 +167,7 @@ impl Kit {
     /// The values of `model_name` that a server's families have.
     pub(crate) fn models(&self, kind: Kind) -> [String; 2] {
         let (served, folder) = match kind {
-            Kind::Vllm => ("tiny", "tiny-llama"),
+            Kind::Vllm { .. } => ("tiny", "tiny-llama"),
             Kind::Omni { .. } => ("audex", "tiny-audex"),
         };
         [
@@ -178,7 +181,7 @@ impl Kit {
         let mut command = self.server_python();
         let bin = self.venv().join("bin");
         match kind {
-            Kind::Vllm => {
+            Kind::Vllm { parallel } => {
                 command
                     .env("VLLM_PLUGINS", "")
                     .arg(bin.join("vllm"))
@@ -193,6 +196,9 @@ impl Kit {
                         "--served-model-name",
                         "tiny",
                     ]);
+                if parallel {
+                    command.args(["--data-parallel-size", "2", "--api-server-count", "2"]);
+                }
             }
             Kind::Omni { log_stats } => {
                 command

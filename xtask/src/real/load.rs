@@ -92,7 +92,7 @@ pub(crate) struct Outcome {
 pub(crate) fn requests(kind: Kind, count: usize) -> Vec<Request> {
     (0..count)
         .map(|i| match kind {
-            Kind::Vllm => text_request(i),
+            Kind::Vllm { .. } => text_request(i),
             Kind::Omni { .. } => speech_request(i),
         })
         .collect()
@@ -363,10 +363,11 @@ mod tests {
 
     #[test]
     fn a_run_has_every_form_and_some_that_leave() {
-        for kind in [Kind::Vllm, Kind::Omni { log_stats: true }] {
+        let vllm = Kind::Vllm { parallel: false };
+        for kind in [vllm, Kind::Omni { log_stats: true }] {
             let all = requests(kind, 30);
             let forms: BTreeSet<Form> = all.iter().map(|r| r.form).collect();
-            assert_eq!(forms.len(), if kind == Kind::Vllm { 4 } else { 3 });
+            assert_eq!(forms.len(), if kind == vllm { 4 } else { 3 });
             let left = all.iter().filter(|r| r.leave.is_some()).count();
             assert!((4..=6).contains(&left), "{left}");
             assert!(

@@ -1,0 +1,88 @@
+//! The shared-memory segments that a connector makes, counted without the agent: by inotify on /dev/shm.
+
+use std::{
+    collections::HashSet,
+    fs::File,
+    mem::MaybeUninit,
+    path::{Path, PathBuf},
+    thread::JoinHandle,
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use rustix::fs::inotify;
+
+const FOLDER: &str = "/dev/shm";
+
+/// Watches from its making until [`Segments::finish`].
+pub(crate) struct Segments {
+    /// A file whose appearance ends the watch.
+    end: PathBuf,
+    thread: JoinHandle<Result<Vec<Segment>>>,
+}
+
+/// A file that appeared. Open, so that its size can be told when it is gone from the folder.
+struct Segment {
+    name: String,
+    file: Option<File>,
+}
+
+impl Segments {
+    pub(crate) fn watch() -> Result<Self> {
+        let queue = inotify::init(inotify::CreateFlags::CLOEXEC).context("no inotify")?;
+        inotify::add_watch(&queue, FOLDER, inotify::WatchFlags::CREATE)
+            .with_context(|| format!("cannot watch {FOLDER}"))?;
+        let end = Path::new(FOLDER).join(format!("omnitap-xtask-{}", std::process::id()));
+        let last = end.clone();
+        let thread = std::thread::spawn(move || {
+            let mut buffer = [MaybeUninit::uninit(); 16 << 10];
+            let mut events = inotify::Reader::new(queue, &mut buffer);
+            let mut segments = Vec::new();
+            loop {
+                let event = events.next().context("inotify")?;
+                ensure!(
+                    !event.events().contains(inotify::ReadFlags::QUEUE_OVERFLOW),
+                    "more files than inotify could tell of"
+                );
+                let Some(name) = event.file_name().and_then(|name| name.to_str().ok()) else {
+                    continue;
+                };
+                let path = Path::new(FOLDER).join(name);
+                if path == last {
+                    return Ok(segments);
+                }
+                segments.push(Segment {
+                    name: name.to_owned(),
+                    file: File::open(path).ok(),
+                });
+            }
+        });
+        Ok(Self { end, thread })
+    }
+
+    /// The sizes in bytes of the segments that a connector made: those that have a lock file beside them.
+    pub(crate) fn finish(self) -> Result<Vec<u64>> {
+        std::fs::write(&self.end, "").with_context(|| format!("cannot make {}", self.end.display()))?;
+        std::fs::remove_file(&self.end)?;
+        let all = self
+            .thread
+            .join()
+            .map_err(|_| anyhow!("the watch on {FOLDER} panicked"))??;
+        let locks: HashSet<String> = all
+            .iter()
+            .filter_map(|s| s.name.strip_prefix("shm_")?.strip_suffix("_lockfile.lock"))
+            .map(str::to_owned)
+            .collect();
+        let made: Vec<&Segment> = all.iter().filter(|s| locks.contains(&s.name)).collect();
+        let sizes: Vec<u64> = made
+            .iter()
+            .filter_map(|s| Some(s.file.as_ref()?.metadata().ok()?.len()))
+            .collect();
+        ensure!(
+            sizes.len() == made.len(),
+            "{} of {} segments were gone before they could be opened",
+            made.len() - sizes.len(),
+            made.len()
+        );
+        Ok(sizes)
+    }
+}
