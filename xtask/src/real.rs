@@ -7,6 +7,7 @@ pub(crate) mod kit;
 pub(crate) mod load;
 mod off;
 pub(crate) mod process;
+mod segments;
 
 use std::{
     fs,
@@ -25,6 +26,7 @@ use self::{
     kit::{Kind, Kit},
     load::Outcome,
     process::Process,
+    segments::Segments,
 };
 use crate::setup;
 
@@ -118,6 +120,8 @@ struct Run {
     server: Option<Exposition>,
     agent: Option<Exposition>,
     outcomes: Vec<Outcome>,
+    /// Sizes of the segments that the stages' connector made meanwhile.
+    segments: Vec<u64>,
 }
 
 /// Runs the task.
@@ -171,11 +175,12 @@ fn one_case(case: Case, args: &Args, kit: &Kit, agent: Option<&Path>, folder: &P
         left,
         run.outcomes.len() - run.outcomes.len() / 3,
     );
+    let hops = run.agent.as_ref().is_none_or(|agent| hops_equal(&run.segments, agent));
     match (case, run.server, run.agent) {
         (Case::OmniOff, _, Some(agent)) => {
             let right = off::check(&run.outcomes, &agent);
             off::cannot_be_had(folder)?;
-            Ok(right)
+            Ok(right && hops)
         }
         (Case::OmniOff, ..) => Ok(true),
         (_, Some(server), agent) => {
@@ -189,7 +194,7 @@ fn one_case(case: Case, args: &Args, kit: &Kit, agent: Option<&Path>, folder: &P
             );
             fs::write(folder.join("report.json"), serde_json::to_string_pretty(&report)?)?;
             show(&report);
-            Ok(report.compared > 0 && report.unexplained().next().is_none())
+            Ok(report.compared > 0 && report.unexplained().next().is_none() && hops)
         }
         (_, None, _) => bail!("the server has no statistics"),
     }
@@ -216,11 +221,13 @@ fn attended(case: Case, args: &Args, agent: Option<&Path>, server: &Server, fold
     };
     let agent_before = watcher.as_ref().map(Agent::scrape).transpose()?;
 
+    let segments = Segments::watch()?;
     let start = Instant::now();
     let outcomes = load::send(server.port, &load::requests(case.server(), args.requests.into()))?;
     println!("  requests took {:.1} s", start.elapsed().as_secs_f64());
 
     let server_after = at_rest(&server.metrics())?;
+    let segments = segments.finish()?;
     keep("server-after.txt", &server_after)?;
     let mut agent_added = None;
     if let Some(watcher) = &mut watcher {
@@ -247,7 +254,34 @@ fn attended(case: Case, args: &Args, agent: Option<&Path>, server: &Server, fold
         server: (case != Case::OmniOff).then(|| engines_as_replicas(server_added)),
         agent: agent_added,
         outcomes,
+        segments,
     })
+}
+
+/// Whether the agent saw each segment go from stage to stage, and each one's size.
+#[expect(clippy::cast_precision_loss, reason = "megabytes")]
+fn hops_equal(segments: &[u64], agent: &Exposition) -> bool {
+    let bytes = segments.iter().sum::<u64>() as f64;
+    let made = segments.len() as f64;
+    let size = "vllm_omni:transfer_size_bytes";
+    let times = ["tx", "rx", "in_flight"].map(|part| format!("vllm_omni:transfer_{part}_s"));
+    let have = agent.sum(size, &[]).unwrap_or_default();
+    let mut equal = (have - bytes).abs() < 0.5;
+    for family in [size].into_iter().chain(times.iter().map(String::as_str)) {
+        equal &= (agent.total(family, &[]).unwrap_or_default() - made).abs() < 0.5;
+    }
+    let mean = |family: &String| {
+        let (sum, count) = (agent.sum(family, &[]), agent.total(family, &[]));
+        sum.zip(count).map_or(0.0, |(sum, count)| sum / count.max(1.0) * 1e3)
+    };
+    let [tx, rx, in_flight] = times.each_ref().map(mean);
+    println!(
+        "  {} segments of the connector: {made} of {bytes} bytes, agent {} of {have} bytes; means tx {tx:.3} ms, \
+         rx {rx:.3} ms, in flight {in_flight:.3} ms",
+        if equal { "equal" } else { "WRONG" },
+        agent.total(size, &[]).unwrap_or_default(),
+    );
+    equal
 }
 
 fn recording(case: Case) -> PathBuf {
