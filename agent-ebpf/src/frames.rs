@@ -4,10 +4,7 @@ use core::{cell::UnsafeCell, mem::MaybeUninit};
 
 use aya_ebpf::{
     EbpfContext as _,
-    helpers::{
-        bpf_get_current_pid_tgid, bpf_ktime_get_ns,
-        generated::bpf_probe_read_user,
-    },
+    helpers::{bpf_get_current_pid_tgid, generated::bpf_probe_read_user},
     macros::{map, uprobe},
     maps::LruHashMap,
     programs::ProbeContext,
@@ -17,7 +14,7 @@ use omnitap_ebpf::{
     flag, watch,
 };
 
-use crate::maps::{EVENTS, add, capture_limit, count, is_watched, wakeup};
+use crate::maps::{EVENTS, add, capture_limit, count, is_watched, now, wakeup};
 
 /// `ZMQ_SNDMORE` of zmq.h.
 const ZMQ_SNDMORE: u64 = 2;
@@ -92,12 +89,6 @@ fn socket(ctx: &ProbeContext) -> u64 {
 #[inline(always)]
 fn has_more(ctx: &ProbeContext) -> bool {
     arg(ctx, 2) & ZMQ_SNDMORE != 0
-}
-
-#[inline(always)]
-fn now() -> u64 {
-    // SAFETY: the helper has no preconditions.
-    unsafe { bpf_ktime_get_ns() }
 }
 
 /// Reads `len` bytes of user memory, false when they can't be read.
@@ -376,7 +367,14 @@ fn captured_vsm(ctx: &ProbeContext, buffer: &Buffer, about: About) -> Counter {
     // SAFETY: `slot` is the reserved record, and has room for the buffer.
     unsafe {
         let header = &raw mut (*slot).header;
-        write_header(header, ctx, 0, buffer.get(Buffer::ID), msg(ctx) + MSG_CONTENT, about.vsm_size());
+        write_header(
+            header,
+            ctx,
+            0,
+            buffer.get(Buffer::ID),
+            msg(ctx) + MSG_CONTENT,
+            about.vsm_size(),
+        );
         (&raw mut (*header).head_len).write_volatile(about.vsm_size() as u32);
         let to = (&raw mut (*slot).content).cast::<u64>();
         to.write_volatile(buffer.get(0));
