@@ -83,7 +83,6 @@ fn measure_shm() -> ([f64; 3], [f64; 3]) {
     let pid = segments.pid();
     pin(pid);
     let (library, offsets) = common::places(pid, "shm_open");
-    let place = UProbeAttachLocation::AbsoluteOffset(offsets[0]);
     let scope = UProbeScope::OneProcess(NonZeroU32::new(pid).unwrap());
     let mut rounds: [Vec<(f64, f64)>; 3] = Default::default();
     for _ in 0..ROUNDS {
@@ -92,7 +91,9 @@ fn measure_shm() -> ([f64; 3], [f64; 3]) {
         let mut empty = Ebpf::load(&empty_object()).unwrap();
         let program: &mut UProbe = empty.program_mut("empty").unwrap().try_into().unwrap();
         program.load().unwrap();
-        program.attach(place, &library, scope).unwrap();
+        program
+            .attach(UProbeAttachLocation::AbsoluteOffset(offsets[0]), &library, scope)
+            .unwrap();
         rounds[1].push(time_shm(&mut segments, None));
         drop(empty);
 
