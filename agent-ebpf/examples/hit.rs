@@ -5,7 +5,11 @@
 //! with an empty program on the same function, and with the committed program. The median round counts. A
 //! hit's cost is the loop's time with the probe less its time without.
 //!
-//! Prints one JSON object: nanoseconds a hit and the ratio to the empty program, by frame size.
+//! The same for `shm_open` of a segment that is not there, as a receiver polls for it; and the time of a put
+//! and get of 64 KiB through shared memory, with and without the probes of both.
+//!
+//! Prints one JSON object: nanoseconds a hit and the ratio to the empty program, by frame size and for a poll;
+//! nanoseconds of a put and get.
 #![expect(
     clippy::unwrap_used,
     reason = "a failed unwrap ends the measurement, and says where"
@@ -18,9 +22,12 @@ use std::num::NonZeroU32;
 
 use aya::{
     Ebpf,
-    programs::{UProbe, uprobe::UProbeScope},
+    programs::{
+        UProbe,
+        uprobe::{UProbeAttachLocation, UProbeScope},
+    },
 };
-use common::{Sender, Tap};
+use common::{Segments, Sender, Tap};
 use object::{
     Architecture, BinaryFormat, Endianness, SectionKind, SymbolFlags, SymbolKind, SymbolScope,
     write::{Object, Symbol, SymbolSection},
@@ -32,6 +39,12 @@ const ROUNDS: usize = 5;
 const BATCH: u64 = 200;
 const RING: u32 = 256 << 10;
 const BATCHES: u64 = 300;
+/// Puts and gets in a batch.
+const HOPS: u64 = 50;
+const CONFIG: Config = Config {
+    capture_limit: 64 * 1024,
+    wakeup_bytes: 4 << 20,
+};
 const SIZES: [(&str, usize); 3] = [
     ("dropped_1_byte", 1),
     ("captured_64_byte", 64),
@@ -42,18 +55,87 @@ fn main() {
     if !common::can_run() {
         std::process::exit(1);
     }
-    let mut lines = Vec::new();
-    for (name, size) in SIZES {
-        let [none, empty, ours] = measure(size);
-        lines.push(format!(
-            "  \"{name}\": {{\"call_ns\": {none:.1}, \"empty_hit_ns\": {:.1}, \"hit_ns\": {:.1}, \
-             \"ratio\": {:.3}}}",
-            empty - none,
-            ours - none,
-            (ours - none) / (empty - none)
-        ));
-    }
+    let mut lines: Vec<_> = SIZES
+        .iter()
+        .map(|(name, size)| line(name, measure(*size)))
+        .collect();
+    let ([none, _, ours], poll) = measure_shm();
+    lines.push(line("shm_poll", poll));
+    lines.push(format!(
+        "  \"shm_put_and_get_64_kib\": {{\"ns\": {none:.1}, \"probed_ns\": {ours:.1}, \"ratio\": {:.3}}}",
+        ours / none
+    ));
     println!("{{\n{}\n}}", lines.join(",\n"));
+}
+
+fn line(name: &str, [none, empty, ours]: [f64; 3]) -> String {
+    format!(
+        "  \"{name}\": {{\"call_ns\": {none:.1}, \"empty_hit_ns\": {:.1}, \"hit_ns\": {:.1}, \"ratio\": {:.3}}}",
+        empty - none,
+        ours - none,
+        (ours - none) / (empty - none)
+    )
+}
+
+/// Nanoseconds a put and get, and a poll: with no probe, with an empty one on `shm_open`, and with ours.
+fn measure_shm() -> ([f64; 3], [f64; 3]) {
+    let mut segments = Segments::start();
+    let pid = segments.pid();
+    pin(pid);
+    let (library, offsets) = common::places(pid, "shm_open");
+    let scope = UProbeScope::OneProcess(NonZeroU32::new(pid).unwrap());
+    let mut rounds: [Vec<(f64, f64)>; 3] = Default::default();
+    for _ in 0..ROUNDS {
+        rounds[0].push(time_shm(&mut segments, None));
+
+        let mut empty = Ebpf::load(&empty_object()).unwrap();
+        let program: &mut UProbe = empty.program_mut("empty").unwrap().try_into().unwrap();
+        program.load().unwrap();
+        program
+            .attach(UProbeAttachLocation::AbsoluteOffset(offsets[0]), &library, scope)
+            .unwrap();
+        rounds[1].push(time_shm(&mut segments, None));
+        drop(empty);
+
+        let mut tap = Tap::load(RING, CONFIG);
+        tap.watch(pid, watch::SHM);
+        tap.attach_shm(pid);
+        rounds[2].push(time_shm(&mut segments, Some(&mut tap)));
+        check(&tap);
+    }
+    segments.finish();
+    (
+        rounds
+            .each_ref()
+            .map(|round| median(round.iter().map(|r| r.0).collect())),
+        rounds
+            .each_ref()
+            .map(|round| median(round.iter().map(|r| r.1).collect())),
+    )
+}
+
+/// As [`time`], of a put and get, and of a poll.
+#[expect(clippy::cast_precision_loss, reason = "far below 2^53 nanoseconds")]
+fn time_shm(segments: &mut Segments, mut tap: Option<&mut Tap>) -> (f64, f64) {
+    let mut fastest = (f64::INFINITY, f64::INFINITY);
+    for _ in 0..BATCHES {
+        if let Some(tap) = &mut tap {
+            tap.drain();
+            tap.steps.clear();
+        }
+        let hop = segments.time(&format!("hops {HOPS} 65536")) as f64 / HOPS as f64;
+        let poll = segments.time(&format!("bench {BATCH}")) as f64 / BATCH as f64;
+        fastest = (fastest.0.min(hop), fastest.1.min(poll));
+    }
+    fastest
+}
+
+fn check(tap: &Tap) {
+    let counters = tap.counters();
+    assert!(
+        counters.iter().all(|(counter, _)| !counter.is_loss()),
+        "events were lost: {counters:?}"
+    );
 }
 
 /// Nanoseconds a call with no probe, with an empty one, and with ours.
@@ -73,19 +155,11 @@ fn measure(size: usize) -> [f64; 3] {
         rounds[1].push(time(&mut sender, None));
         drop(empty);
 
-        let config = Config {
-            capture_limit: 64 * 1024,
-            wakeup_bytes: 4 << 20,
-        };
-        let mut tap = Tap::load(RING, config);
+        let mut tap = Tap::load(RING, CONFIG);
         tap.watch(sender.pid(), watch::FRAMES);
         tap.attach(sender.pid(), &library);
         rounds[2].push(time(&mut sender, Some(&mut tap)));
-        assert!(
-            tap.counters().iter().all(|(counter, _)| !counter.is_loss()),
-            "frames were lost: {:?}",
-            tap.counters()
-        );
+        check(&tap);
     }
     sender.finish();
     rounds.map(median)

@@ -4,7 +4,7 @@ use core::{cell::UnsafeCell, mem::MaybeUninit};
 
 use aya_ebpf::{
     EbpfContext as _,
-    helpers::{bpf_get_current_pid_tgid, bpf_ktime_get_ns, generated::bpf_probe_read_user},
+    helpers::{bpf_get_current_pid_tgid, generated::bpf_probe_read_user},
     macros::{map, uprobe},
     maps::LruHashMap,
     programs::ProbeContext,
@@ -14,7 +14,7 @@ use omnitap_ebpf::{
     flag, watch,
 };
 
-use crate::maps::{EVENTS, add, capture_limit, count, is_watched, wakeup};
+use crate::maps::{EVENTS, add, capture_limit, count, is_watched, now, wakeup};
 
 /// `ZMQ_SNDMORE` of zmq.h.
 const ZMQ_SNDMORE: u64 = 2;
@@ -89,12 +89,6 @@ fn socket(ctx: &ProbeContext) -> u64 {
 #[inline(always)]
 fn has_more(ctx: &ProbeContext) -> bool {
     arg(ctx, 2) & ZMQ_SNDMORE != 0
-}
-
-#[inline(always)]
-fn now() -> u64 {
-    // SAFETY: the helper has no preconditions.
-    unsafe { bpf_ktime_get_ns() }
 }
 
 /// Reads `len` bytes of user memory, false when they can't be read.

@@ -15,6 +15,18 @@ pub mod program {
     /// It reads the three arguments from their registers, so it may also be attached some instructions behind
     /// the entry, as long as those registers still hold the arguments.
     pub const ZMQ_MSG_SEND: &str = "zmq_msg_send";
+    /// Entry uprobe on `shm_open(const char *name, int oflag, mode_t mode)`, or some instructions behind it.
+    pub const SHM_OPEN: &str = "shm_open";
+    /// Entry uprobe on `shm_unlink(const char *name)`, or some instructions behind it.
+    pub const SHM_UNLINK: &str = "shm_unlink";
+    /// Uprobe in `ftruncate(int fd, off_t length)`, behind its system call: it reads the result and the
+    /// length.
+    pub const FTRUNCATE: &str = "ftruncate";
+    /// Uprobe in `flock(int fd, int operation)`, behind its system call: it reads the result and the
+    /// operation.
+    pub const FLOCK: &str = "flock";
+    /// The four that watch segments of shared memory.
+    pub const SHM: [&str; 4] = [SHM_OPEN, SHM_UNLINK, FTRUNCATE, FLOCK];
     /// Raw tracepoint `sched_process_exec`: every exec on the host, for discovery.
     pub const PROCESS_EXEC: &str = "process_exec";
     /// Raw tracepoint `task_newtask`: new processes (not threads) of watched parents.
@@ -44,6 +56,8 @@ pub mod map {
     pub const COUNTERS: &str = "COUNTERS";
     /// Multipart messages of which the payload has been seen and the last part has not. Kernel side only.
     pub const MESSAGES: &str = "MESSAGES";
+    /// What threads are doing with shared memory. Kernel side only.
+    pub const THREADS: &str = "THREADS";
 }
 
 /// Names of the settings in the object, [`Config`]'s fields. The loader sets them before it loads the programs.
@@ -56,18 +70,20 @@ pub mod global {
 
 /// Flags in the `WATCHED` map.
 ///
-/// The map is a table of bits over all process ids (1 MiB), not a hash of the few watched ones: in a hit of
+/// The map is a table of bits over all process ids (2 MiB), not a hash of the few watched ones: in a hit of
 /// the probe, where caches are cold, a look into a hash costs 90 ns, a load from an array 20.
 pub mod watch {
     /// Frames that the process hands to `zmq_msg_send` are captured.
     pub const FRAMES: u64 = 1;
     /// Forks and the end of the process are reported.
     pub const LIFE: u64 = 2;
+    /// What the process does with segments of shared memory is followed.
+    pub const SHM: u64 = 4;
 
     /// Process ids are below this on 64-bit kernels (`PID_MAX_LIMIT` of include/linux/threads.h).
     pub const PIDS: u32 = 4 << 20;
-    /// Bits that a process has in its word: one for each flag.
-    const BITS: u32 = 2;
+    /// Bits that a process has in its word: one for each flag, and one to spare.
+    const BITS: u32 = 4;
     const PIDS_A_WORD: u32 = u64::BITS / BITS;
     /// Entries of the map.
     pub const WORDS: u32 = PIDS / PIDS_A_WORD;
@@ -140,6 +156,8 @@ pub enum Kind {
     Fork = 3,
     /// The main thread of a watched process ended: [`ProcessRecord`]. Its other threads may outlive it.
     Exit = 4,
+    /// A step of a thread that puts or takes a segment of shared memory: [`ShmHeader`], then the name.
+    Shm = 5,
 }
 
 /// Start of a frame record. The head follows at once, the tail follows the head.
@@ -180,7 +198,67 @@ pub struct ProcessRecord {
     pub time_ns: u64,
 }
 
+/// What a thread did with a segment of shared memory.
+///
+/// Only what belongs to a hop gives a record: a creation under a lock, every removal, and the end of what was
+/// begun. A lock is one of `flock`, exclusive, on any file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum ShmStep {
+    /// `shm_open` with `O_CREAT` while the thread holds a lock that it waited for: a put begins, unless it
+    /// fails as the name is taken; then further steps of this kind may follow. `start_ns` is when the lock was
+    /// got.
+    Create = 1,
+    /// `shm_unlink` while the thread holds a lock that it got without waiting: a get has copied the segment.
+    /// `start_ns` is when the segment was opened, or the lock was got where no open is known.
+    Take = 2,
+    /// Any other `shm_unlink`.
+    Unlink = 3,
+    /// The lock is released after a [`ShmStep::Create`] whose segment was given a size, which is `size`, or
+    /// after a [`ShmStep::Take`]. It has no name.
+    Done = 4,
+}
+
+impl ShmStep {
+    fn of(step: u32) -> Option<Self> {
+        [Self::Create, Self::Take, Self::Unlink, Self::Done]
+            .into_iter()
+            .find(|known| *known as u32 == step)
+    }
+}
+
+/// Room for the name in a record; a name may be cut there, behind all that a file system allows.
+pub const SHM_NAME_ROOM: usize = 264;
+
+/// Start of a record of [`Kind::Shm`]. The name follows at once, as the thread gave it: with its slash.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShmHeader {
+    /// [`Kind::Shm`].
+    pub kind: u32,
+    /// A [`ShmStep`].
+    pub step: u32,
+    /// `CLOCK_MONOTONIC` in nanoseconds.
+    pub time_ns: u64,
+    /// The process (initial PID namespace).
+    pub tgid: u32,
+    /// The thread.
+    pub tid: u32,
+    /// When it began; 0 where the step says nothing of it.
+    pub start_ns: u64,
+    /// The segment's size; 0 where the step says nothing of it.
+    pub size: u64,
+    /// Bytes of the name.
+    pub name_len: u32,
+    /// Nothing.
+    pub reserved: u32,
+}
+
 const _: () = {
+    assert!(size_of::<ShmHeader>() == 48);
+    assert!(offset_of!(ShmHeader, time_ns) == 8 && offset_of!(ShmHeader, tgid) == 16);
+    assert!(offset_of!(ShmHeader, tid) == 20 && offset_of!(ShmHeader, start_ns) == 24);
+    assert!(offset_of!(ShmHeader, size) == 32 && offset_of!(ShmHeader, name_len) == 40);
     assert!(size_of::<FrameHeader>() == 56);
     assert!(offset_of!(FrameHeader, time_ns) == 8 && offset_of!(FrameHeader, tgid) == 16);
     assert!(offset_of!(FrameHeader, tid) == 20 && offset_of!(FrameHeader, socket) == 24);
@@ -191,8 +269,9 @@ const _: () = {
 
 /// Index into the `COUNTERS` map.
 ///
-/// Each hit of the probe ends in exactly one of those up to [`Counter::LostUnknownType`], so
-/// their sum is the number of hits.
+/// Each hit of the frame probe ends in exactly one of those up to [`Counter::LostUnknownType`], so their sum is
+/// the number of hits. Likewise each hit of the four shared memory probes in one of those from
+/// [`Counter::ShmCaptured`] on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Counter {
@@ -217,11 +296,25 @@ pub enum Counter {
     Process = 8,
     /// Exec, fork and exit records lost because the ring was full.
     LostProcess = 9,
+    /// Steps of hops through shared memory written to the ring.
+    ShmCaptured = 10,
+    /// Calls of the shared memory probes' functions that only changed what is known of their thread: polls for
+    /// a segment that is not there yet, nearly all of them.
+    ShmNoted = 11,
+    /// Other calls of those functions, which tell nothing of a hop: failures, other kinds of locks, segments
+    /// made without a lock, processes that are not watched.
+    ShmIgnored = 12,
+    /// Steps lost because the ring was full.
+    LostShmRingFull = 13,
+    /// Steps lost because the name could not be read.
+    LostShmUnreadable = 14,
+    /// Steps lost because the thread could not be remembered.
+    ShmNotKept = 15,
 }
 
 impl Counter {
     /// All of them, in the order of their index.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 16] = [
         Self::Captured,
         Self::Aux,
         Self::Short,
@@ -232,6 +325,12 @@ impl Counter {
         Self::MessageNotKept,
         Self::Process,
         Self::LostProcess,
+        Self::ShmCaptured,
+        Self::ShmNoted,
+        Self::ShmIgnored,
+        Self::LostShmRingFull,
+        Self::LostShmUnreadable,
+        Self::ShmNotKept,
     ];
 
     /// The label value.
@@ -248,25 +347,41 @@ impl Counter {
             Self::MessageNotKept => "message_not_kept",
             Self::Process => "process",
             Self::LostProcess => "process_ring_full",
+            Self::ShmCaptured => "shm_captured",
+            Self::ShmNoted => "shm_noted",
+            Self::ShmIgnored => "shm_ignored",
+            Self::LostShmRingFull => "shm_ring_full",
+            Self::LostShmUnreadable => "shm_unreadable",
+            Self::ShmNotKept => "shm_not_kept",
         }
     }
 
-    /// Whether it counts hits of the frame probe that went as they should.
+    /// Whether it counts hits of a probe that went as they should.
     #[must_use]
     pub fn is_hit(self) -> bool {
-        matches!(self, Self::Captured | Self::Aux | Self::Short | Self::Unwatched)
+        !self.is_loss() && self != Self::Process
     }
 
     /// Whether it counts something that the agent should have got and did not.
     #[must_use]
     pub fn is_loss(self) -> bool {
         match self {
-            Self::Captured | Self::Aux | Self::Short | Self::Unwatched | Self::Process => false,
+            Self::Captured
+            | Self::Aux
+            | Self::Short
+            | Self::Unwatched
+            | Self::Process
+            | Self::ShmCaptured
+            | Self::ShmNoted
+            | Self::ShmIgnored => false,
             Self::LostRingFull
             | Self::LostUnreadable
             | Self::LostUnknownType
             | Self::MessageNotKept
-            | Self::LostProcess => true,
+            | Self::LostProcess
+            | Self::LostShmRingFull
+            | Self::LostShmUnreadable
+            | Self::ShmNotKept => true,
         }
     }
 }
@@ -285,6 +400,15 @@ pub enum Record<'a> {
     },
     /// An exec, fork or exit.
     Process(Kind, ProcessRecord),
+    /// A step with shared memory.
+    Shm {
+        /// The step that its header names.
+        step: ShmStep,
+        /// Its header.
+        header: ShmHeader,
+        /// The name, empty where the step has none.
+        name: &'a [u8],
+    },
 }
 
 /// Why bytes are no record: the object and the agent are of different builds.
@@ -299,6 +423,8 @@ pub enum RecordError {
     },
     /// Its first four bytes name no kind.
     UnknownKind(u32),
+    /// A step with shared memory that is none.
+    UnknownStep(u32),
 }
 
 impl core::fmt::Display for RecordError {
@@ -306,6 +432,7 @@ impl core::fmt::Display for RecordError {
         match self {
             Self::Short { needed, len } => write!(f, "record of {len} bytes needs {needed}"),
             Self::UnknownKind(kind) => write!(f, "record of unknown kind {kind}"),
+            Self::UnknownStep(step) => write!(f, "record of unknown step {step}"),
         }
     }
 }
@@ -334,6 +461,24 @@ impl<'a> Record<'a> {
                 header,
                 head: slice(bytes, size_of::<FrameHeader>(), header.head_len as usize)?,
                 tail: slice(bytes, tail_at, header.tail_len as usize)?,
+            });
+        }
+        if kind == Kind::Shm as u32 {
+            let header = ShmHeader {
+                kind,
+                step: u32_at(bytes, offset_of!(ShmHeader, step))?,
+                time_ns: u64_at(bytes, offset_of!(ShmHeader, time_ns))?,
+                tgid: u32_at(bytes, offset_of!(ShmHeader, tgid))?,
+                tid: u32_at(bytes, offset_of!(ShmHeader, tid))?,
+                start_ns: u64_at(bytes, offset_of!(ShmHeader, start_ns))?,
+                size: u64_at(bytes, offset_of!(ShmHeader, size))?,
+                name_len: u32_at(bytes, offset_of!(ShmHeader, name_len))?,
+                reserved: u32_at(bytes, offset_of!(ShmHeader, reserved))?,
+            };
+            return Ok(Self::Shm {
+                step: ShmStep::of(header.step).ok_or(RecordError::UnknownStep(header.step))?,
+                header,
+                name: slice(bytes, size_of::<ShmHeader>(), header.name_len as usize)?,
             });
         }
         let known = match kind {

@@ -5,7 +5,7 @@
 //! - Less than 64 bytes of stack, calls included, and no per-CPU scratch. Kernels from 6.13 on give a probe
 //!   program that uses more a private stack for each CPU, and two probes that preempt each other there
 //!   corrupt it. `tests/stack.rs` reads the built objects for it.
-//! - User memory is read with `bpf_probe_read_user` alone, kernel memory never: lockdown forbids that.
+//! - User memory is read with `bpf_probe_read_user` and its kin for strings alone, kernel memory never: lockdown forbids that.
 //! - Nothing newer than Linux 5.8, which brought the ring buffer.
 #![no_std]
 #![no_main]
@@ -14,6 +14,7 @@
 mod frames;
 mod maps;
 mod processes;
+mod shm;
 
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {

@@ -2,6 +2,7 @@
 
 use aya_ebpf::{
     bindings::{BPF_RB_AVAIL_DATA, BPF_RB_FORCE_WAKEUP, BPF_RB_NO_WAKEUP},
+    helpers::bpf_ktime_get_ns,
     macros::map,
     maps::{Array, PerCpuArray, RingBuf},
 };
@@ -31,6 +32,13 @@ static COUNTERS: PerCpuArray<u64> = PerCpuArray::with_max_entries(Counter::ALL.l
 pub(crate) fn is_watched(tgid: u32, flags: u64) -> bool {
     let (word, shift) = watch::place(tgid);
     WATCHED.get(word).is_some_and(|word| *word >> shift & flags != 0)
+}
+
+/// `CLOCK_MONOTONIC` in nanoseconds.
+#[inline(always)]
+pub(crate) fn now() -> u64 {
+    // SAFETY: the helper has no preconditions.
+    unsafe { bpf_ktime_get_ns() }
 }
 
 /// Adds 1 to a counter.

@@ -3,14 +3,10 @@
 //! Raw tracepoints: they run in the process concerned, whose id a helper gives, so they need no tracefs and
 //! no offsets of fields.
 
-use aya_ebpf::{
-    helpers::{bpf_get_current_pid_tgid, bpf_ktime_get_ns},
-    macros::raw_tracepoint,
-    programs::RawTracePointContext,
-};
+use aya_ebpf::{helpers::bpf_get_current_pid_tgid, macros::raw_tracepoint, programs::RawTracePointContext};
 use omnitap_ebpf::{Counter, Kind, ProcessRecord, watch};
 
-use crate::maps::{EVENTS, count, is_watched, wakeup};
+use crate::maps::{EVENTS, count, is_watched, now, wakeup};
 
 /// `CLONE_THREAD` of `clone(2)`: the new task is a thread of the same process.
 const CLONE_THREAD: u64 = 0x0001_0000;
@@ -52,8 +48,7 @@ fn report(kind: Kind, tgid: u32) {
     record.write(ProcessRecord {
         kind: kind as u32,
         tgid,
-        // SAFETY: the helper has no preconditions.
-        time_ns: unsafe { bpf_ktime_get_ns() },
+        time_ns: now(),
     });
     record.submit(wakeup(size_of::<ProcessRecord>()));
     count(Counter::Process);

@@ -1,6 +1,6 @@
 //! Records as the programs write them, taken apart.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-use omnitap_ebpf::{FrameHeader, Kind, ProcessRecord, Record, RecordError, flag};
+use omnitap_ebpf::{FrameHeader, Kind, ProcessRecord, Record, RecordError, ShmHeader, ShmStep, flag};
 use rstest::rstest;
 
 fn frame(head: &[u8], tail: &[u8], room: usize) -> (FrameHeader, Vec<u8>) {
@@ -82,4 +82,51 @@ fn lengths_near_the_limit_do_not_overflow() {
     let (_, mut bytes) = frame(b"", b"", 0);
     bytes[48..56].fill(0xff);
     assert!(matches!(Record::parse(&bytes), Err(RecordError::Short { .. })));
+}
+
+fn shm(step: u32, name: &[u8]) -> (ShmHeader, Vec<u8>) {
+    let header = ShmHeader {
+        kind: Kind::Shm as u32,
+        step,
+        time_ns: 0x0102_0304_0506_0708,
+        tgid: 100,
+        tid: 101,
+        start_ns: 0x0102_0304_0506_0000,
+        size: 1 << 33,
+        name_len: u32::try_from(name.len()).unwrap(),
+        reserved: 0,
+    };
+    let mut bytes = Vec::new();
+    bytes.extend(header.kind.to_ne_bytes());
+    bytes.extend(header.step.to_ne_bytes());
+    bytes.extend(header.time_ns.to_ne_bytes());
+    bytes.extend(header.tgid.to_ne_bytes());
+    bytes.extend(header.tid.to_ne_bytes());
+    bytes.extend(header.start_ns.to_ne_bytes());
+    bytes.extend(header.size.to_ne_bytes());
+    bytes.extend(header.name_len.to_ne_bytes());
+    bytes.extend(header.reserved.to_ne_bytes());
+    bytes.extend(name);
+    (header, bytes)
+}
+
+#[rstest]
+#[case::create(ShmStep::Create, b"/req_0_0")]
+#[case::take(ShmStep::Take, b"/req_0_0")]
+#[case::unlink(ShmStep::Unlink, b"/req_0_0")]
+#[case::done(ShmStep::Done, b"")]
+fn steps_with_shared_memory(#[case] step: ShmStep, #[case] name: &[u8]) {
+    let (header, mut bytes) = shm(step as u32, name);
+    for len in 0..bytes.len() {
+        let cut = Record::parse(&bytes[..len]);
+        assert!(matches!(cut, Err(RecordError::Short { .. })), "{len}: {cut:?}");
+    }
+    bytes.extend([0xee; 60]);
+    assert_eq!(Record::parse(&bytes), Ok(Record::Shm { step, header, name }));
+}
+
+#[test]
+fn an_unknown_step_is_refused() {
+    let (_, bytes) = shm(9, b"/a");
+    assert_eq!(Record::parse(&bytes), Err(RecordError::UnknownStep(9)));
 }

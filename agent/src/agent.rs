@@ -26,15 +26,16 @@ use tracing::{error, info, warn};
 use crate::{
     config::ModelName,
     host::{
-        identity::{Change, Pipeline, PipelineId, ProcessKey},
+        identity::{Change, Flavor, Pipeline, PipelineId, ProcessKey, Role},
         scan::{Host, Settings as HostSettings},
     },
     metrics::{catalogue::Family, own::Own},
     observer::{Observer, Taken},
-    record::{Entry, Item, OwnedFrame, RecordError},
+    record::{Entry, Item, OwnedFrame, OwnedShm, RecordError},
     serve::{Status, TapState},
     tap::{
-        AttachError, Attached, Event, FailureReason, Reader, Settings as TapSettings, SiteKind, Tap, TapError,
+        AttachError, Attached, Event, FailureReason, ProbeSet, Reader, Settings as TapSettings, ShmEvent,
+        SiteKind, Tap, TapError,
     },
     warn_limited,
     wire::{assemble::FrameType, frame::Frame},
@@ -117,8 +118,8 @@ enum Notice {
 
 /// Work for the attach thread.
 enum Attach {
-    On(ProcessKey),
-    Off(ProcessKey),
+    On(ProcessKey, ProbeSet),
+    Off(ProcessKey, ProbeSet),
     FirstScanDone,
 }
 
@@ -137,6 +138,9 @@ impl Agent {
                     .inspect_err(|source| status.set_tap(TapState::Failed(source.to_string())))?;
                 for (tracepoint, source) in tap.missing_tracepoints() {
                     warn!(tracepoint, error = %source, "no news of processes from the kernel: scans alone find them");
+                }
+                for (program, source) in tap.missing_shm_programs() {
+                    warn!(program, error = %source, "no news of transfers through shared memory");
                 }
                 (Some(tap), Some(reader))
             }
@@ -168,6 +172,7 @@ impl Agent {
             attach,
             status: status.clone(),
             pipelines: BTreeMap::new(),
+            roles: HashMap::new(),
         };
         let attacher = Attacher {
             tap: tap.clone(),
@@ -197,8 +202,14 @@ impl Agent {
         let Some(tap) = &self.tap else { return };
         let own = &self.own;
         let stats = tap.stats();
-        for (reason, count) in FailureReason::ALL.iter().zip(stats.failures) {
-            own.set_total(Family::OmnitapProbeFailuresTotal, &[reason.name()], to_f64(count));
+        for (set, failures) in ProbeSet::ALL.iter().zip(stats.failures) {
+            for (reason, count) in FailureReason::ALL.iter().zip(failures) {
+                own.set_total(
+                    Family::OmnitapProbeFailuresTotal,
+                    &[set.name(), reason.name()],
+                    to_f64(count),
+                );
+            }
         }
         for (site, count) in SiteKind::ALL.iter().zip(stats.attached) {
             own.set_total(Family::OmnitapProbesAttachedTotal, &[site.name()], to_f64(count));
@@ -226,16 +237,20 @@ impl Agent {
         let received = [
             ("frame", stats.reader.frames),
             ("frame_retry", stats.reader.retries),
+            ("shm", stats.reader.shm),
+            ("shm_foreign", stats.reader.shm_foreign),
             ("process", stats.reader.process_events),
         ];
         for (kind, count) in received {
             own.set_total(Family::OmnitapEventsReceivedTotal, &[kind], to_f64(count));
         }
-        own.set_total(
-            Family::OmnitapEventsLostTotal,
-            &["malformed"],
-            to_f64(stats.reader.malformed),
-        );
+        let lost = [
+            ("malformed", stats.reader.malformed),
+            ("shm_unpaired", stats.reader.shm_unpaired),
+        ];
+        for (kind, count) in lost {
+            own.set_total(Family::OmnitapEventsLostTotal, &[kind], to_f64(count));
+        }
         match tap.counters() {
             Ok(counters) => {
                 for counter in KernelCounter::ALL {
@@ -397,10 +412,24 @@ impl Reading {
                     Taken::Unknown => self.observer.stranger(),
                 }
             }
+            Event::Shm(event) => self.shm(&event),
             // The host thread is there as long as this one; after its end news are of no use.
             Event::Exec { pid, .. } => drop(self.notices.send(Notice::Exec(pid))),
             Event::Fork { .. } => drop(self.notices.send(Notice::Fork)),
             Event::Exit { pid, .. } => drop(self.notices.send(Notice::Exit(pid))),
+        }
+    }
+
+    fn shm(&mut self, event: &ShmEvent<'_>) {
+        let mut taken = self.observer.shm(event);
+        if taken == Taken::Unknown {
+            // As for frames.
+            self.take_changes();
+            taken = self.observer.shm(event);
+        }
+        if taken != Taken::Unknown && self.recorder.is_some() {
+            let (t, owned) = OwnedShm::new(event);
+            self.record(t, || Item::Shm(owned));
         }
     }
 
@@ -432,6 +461,8 @@ struct Discovery {
     attach: Sender<Attach>,
     status: Status,
     pipelines: BTreeMap<PipelineId, Pipeline>,
+    /// Processes with their role and pipeline.
+    roles: HashMap<ProcessKey, (Role, PipelineId)>,
 }
 
 impl Discovery {
@@ -477,7 +508,7 @@ impl Discovery {
         if let Change::Pipeline(pipeline) = &mut change {
             self.name_model(pipeline);
         }
-        let mut attach = None;
+        let mut attach = Vec::new();
         match &change {
             Change::Process(process) => {
                 let pid = process.key.pid;
@@ -487,10 +518,16 @@ impl Discovery {
                 {
                     warn!(pid, error = %source, "the kernel won't tell of its forks and its end: scans will");
                 }
-                attach = Some(if process.role.is_tapped() {
-                    Attach::On(process.key)
+                self.roles.insert(process.key, (process.role, process.pipeline));
+                attach.push(if process.role.is_tapped() {
+                    Attach::On(process.key, ProbeSet::Frames)
                 } else {
-                    Attach::Off(process.key)
+                    Attach::Off(process.key, ProbeSet::Frames)
+                });
+                attach.push(if self.has_connector(process.role, process.pipeline) {
+                    Attach::On(process.key, ProbeSet::Shm)
+                } else {
+                    Attach::Off(process.key, ProbeSet::Shm)
                 });
             }
             Change::ProcessGone(key) => {
@@ -499,7 +536,8 @@ impl Discovery {
                     // Fails where the pid was not watched: then there is nothing to undo.
                     drop(tap.unwatch(key.pid));
                 }
-                attach = Some(Attach::Off(*key));
+                self.roles.remove(key);
+                attach.extend(ProbeSet::ALL.map(|set| Attach::Off(*key, set)));
             }
             Change::Pipeline(pipeline) => {
                 let Pipeline {
@@ -511,6 +549,12 @@ impl Discovery {
                 } = pipeline;
                 info!(pipeline = id.0, ?flavor, model, ?versions, "pipeline");
                 self.pipelines.insert(*id, pipeline.clone());
+                // What it runs may have become known by this.
+                let members = self
+                    .roles
+                    .iter()
+                    .filter(|(_, (role, of))| of == id && self.has_connector(*role, *of));
+                attach.extend(members.map(|(key, _)| Attach::On(*key, ProbeSet::Shm)));
                 self.status
                     .set_pipelines(self.pipelines.values().cloned().collect());
             }
@@ -523,9 +567,18 @@ impl Discovery {
         }
         // The change goes first: the reader looks for it when a frame comes from a process it does not know.
         drop(self.changes.send(change));
-        if let Some(attach) = attach {
+        for attach in attach {
             drop(self.attach.send(attach));
         }
+    }
+
+    /// Whether a process may hand outputs on through shared memory.
+    fn has_connector(&self, role: Role, pipeline: PipelineId) -> bool {
+        let is_omni = self
+            .pipelines
+            .get(&pipeline)
+            .is_some_and(|pipeline| pipeline.flavor == Flavor::Omni);
+        is_omni && role.has_connector()
     }
 }
 
@@ -562,9 +615,9 @@ fn parent(pid: u32) -> Option<u32> {
 /// The attach thread.
 struct Attacher {
     tap: Option<Tap>,
-    attached: HashMap<ProcessKey, Attached>,
-    /// Processes to be tried again, by when, with the number of attempts so far.
-    retries: BTreeMap<(Instant, ProcessKey), usize>,
+    attached: HashMap<(ProcessKey, ProbeSet), Attached>,
+    /// What is to be tried again, by when, with the number of attempts so far.
+    retries: BTreeMap<(Instant, ProcessKey, ProbeSet), usize>,
     status: Status,
 }
 
@@ -572,26 +625,27 @@ impl Attacher {
     fn run(mut self, work: &Receiver<Attach>) {
         loop {
             let next = match self.retries.first_key_value() {
-                Some(((due, _), _)) => work.recv_timeout(due.saturating_duration_since(Instant::now())),
+                Some(((due, ..), _)) => work.recv_timeout(due.saturating_duration_since(Instant::now())),
                 None => work.recv().map_err(|_| RecvTimeoutError::Disconnected),
             };
             match next {
-                Ok(Attach::On(key)) => {
-                    if !self.attached.contains_key(&key)
-                        && !self.retries.keys().any(|(_, waiting)| *waiting == key)
-                    {
-                        self.on(key, 0);
+                Ok(Attach::On(key, set)) => {
+                    let waits =
+                        |waiting: &(Instant, ProcessKey, ProbeSet)| (waiting.1, waiting.2) == (key, set);
+                    if !self.attached.contains_key(&(key, set)) && !self.retries.keys().any(waits) {
+                        self.on(key, set, 0);
                     }
                 }
-                Ok(Attach::Off(key)) => {
-                    self.retries.retain(|(_, waiting), _| *waiting != key);
+                Ok(Attach::Off(key, set)) => {
+                    self.retries
+                        .retain(|waiting, _| (waiting.1, waiting.2) != (key, set));
                     // Dropping takes the probes off on a thread of the tap's.
-                    drop(self.attached.remove(&key));
+                    drop(self.attached.remove(&(key, set)));
                 }
                 Ok(Attach::FirstScanDone) => self.status.set_scanned(),
                 Err(RecvTimeoutError::Timeout) => {
-                    if let Some(((_, key), attempts)) = self.retries.pop_first() {
-                        self.on(key, attempts);
+                    if let Some(((_, key, set), attempts)) = self.retries.pop_first() {
+                        self.on(key, set, attempts);
                     }
                 }
                 Err(RecvTimeoutError::Disconnected) => return,
@@ -599,33 +653,44 @@ impl Attacher {
         }
     }
 
-    fn on(&mut self, key: ProcessKey, attempts: usize) {
+    fn on(&mut self, key: ProcessKey, set: ProbeSet, attempts: usize) {
         let Some(tap) = &self.tap else { return };
-        match tap.attach(key) {
+        match tap.attach_set(key, set) {
             Ok(attached) => {
                 for probe in attached.probes() {
-                    let (path, site) = (&probe.path, probe.kind.name());
-                    info!(pid = key.pid, path, offset = probe.offset, site, "probe on");
+                    let (path, function, site) = (&probe.path, probe.function, probe.kind.name());
+                    info!(
+                        pid = key.pid,
+                        path,
+                        function,
+                        offset = probe.offset,
+                        site,
+                        "probe on"
+                    );
                     if probe.kind == SiteKind::Slow {
                         warn!(
                             path,
-                            "no cheap instruction to probe in this file: a hit costs some 9 us, not 0.5 us"
+                            function,
+                            "no cheap instruction to probe in this function: a hit costs some 9 us, not 0.5 us"
                         );
                     }
                 }
-                self.attached.insert(key, attached);
+                self.attached.insert((key, set), attached);
             }
             // Its end is on its way.
             Err(AttachError::Gone) => {}
             Err(source) if source.is_transient() => {
                 let pause = RETRY.get(attempts).or(RETRY.last()).copied().unwrap_or_default();
-                // A process that starts maps libzmq late: only a longer wait is worth a line.
+                // A process that starts maps its libraries late: only a longer wait is worth a line.
                 if attempts >= RETRY.len() / 2 {
-                    warn_limited!(key.pid, pid = key.pid, error = %source, "no probe yet, trying again");
+                    warn_limited!((key.pid, set), pid = key.pid, probes = set.name(), error = %source, "no probe yet, trying again");
                 }
-                self.retries.insert((Instant::now() + pause, key), attempts + 1);
+                self.retries
+                    .insert((Instant::now() + pause, key, set), attempts + 1);
             }
-            Err(source) => warn!(pid = key.pid, error = %source, "no probe on this process"),
+            Err(source) => {
+                warn!(pid = key.pid, probes = set.name(), error = %source, "no probe on this process");
+            }
         }
     }
 }

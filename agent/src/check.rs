@@ -510,6 +510,14 @@ fn try_tap(facts: &Facts, report: &mut Report) {
         },
         "use a kernel built with CONFIG_BPF_EVENTS",
     );
+    if let [(name, e), ..] = tap.missing_shm_programs() {
+        report.add(
+            "trial: shared memory",
+            Status::Warn,
+            format!("the kernel refuses `{name}` ({e}): transfers through shared memory are not seen"),
+            "report it, with the kernel's version",
+        );
+    }
     match tap::selftest::run(&tap, &mut reader) {
         Ok(test) => {
             report.add(

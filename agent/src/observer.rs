@@ -15,6 +15,7 @@ use crate::{
     },
     pipeline::tracker::{Limits as TrackerLimits, Tracker},
     record::{Entry, Item, OwnedFrame},
+    tap::ShmEvent,
     wire::{
         assemble::{Content, Decoder, FrameResult, FrameType},
         frame::Frame,
@@ -185,6 +186,16 @@ impl Observer {
         Taken::Known(decoded.kind)
     }
 
+    /// Takes what a process did with a segment of shared memory.
+    pub fn shm(&mut self, event: &ShmEvent<'_>) -> Taken {
+        let (ShmEvent::Put { pid, .. } | ShmEvent::Get { pid, .. } | ShmEvent::Unlinked { pid, .. }) = event;
+        if self.processes.contains_key(pid) {
+            Taken::Known(FrameType::Other)
+        } else {
+            Taken::Unknown
+        }
+    }
+
     /// Blanks the content of a frame for a recording; `kind` is what [`Self::frame`] said of it.
     pub fn redact(&self, kind: FrameType, frame: &mut OwnedFrame) {
         self.decoder
@@ -217,6 +228,9 @@ impl Observer {
                 if self.frame(&frame.frame(entry.t)) == Taken::Unknown {
                     self.stranger();
                 }
+            }
+            Item::Shm(event) => {
+                self.shm(&event.event(entry.t));
             }
             Item::Tick => self.tick(entry.t),
         }

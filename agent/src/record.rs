@@ -9,7 +9,7 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use flate2::{Compression, bufread::MultiGzDecoder, write::GzEncoder};
 use serde::{Deserialize, Serialize};
 
-use crate::{host::identity::Change, wire::frame::Frame};
+use crate::{host::identity::Change, tap::ShmEvent, wire::frame::Frame};
 
 /// Version of the format that this build writes and reads.
 pub const FORMAT: u32 = 1;
@@ -62,7 +62,7 @@ pub struct Header {
 /// One thing that the agent took in.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// `CLOCK_MONOTONIC` in nanoseconds when it was taken, for frames when it was sent.
+    /// `CLOCK_MONOTONIC` in nanoseconds when it was taken, for frames and shared memory when it happened.
     pub t: u64,
     /// What it was.
     #[serde(flatten)]
@@ -79,6 +79,8 @@ pub enum Item {
     Change(Change),
     /// A frame.
     Frame(OwnedFrame),
+    /// A segment of shared memory was handed on, taken or removed. Names are ids, and kept.
+    Shm(OwnedShm),
     /// Time passed; the state machines were given `t`.
     Tick,
 }
@@ -164,6 +166,101 @@ impl OwnedFrame {
             aux: *aux,
             head,
             tail,
+        }
+    }
+}
+
+/// A [`ShmEvent`] with a name of its own. Its end is [`Entry::t`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnedShm {
+    /// The process.
+    pub pid: u32,
+    /// The thread.
+    pub tid: u32,
+    /// The segment.
+    pub name: String,
+    /// What happened to it.
+    #[serde(flatten)]
+    pub what: ShmWhat,
+}
+
+/// What happened to a segment of shared memory: the variants of [`ShmEvent`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "what", rename_all = "snake_case")]
+pub enum ShmWhat {
+    /// See [`ShmEvent::Put`].
+    Put {
+        /// Its bytes.
+        size: u64,
+        /// When it began.
+        start_ns: u64,
+    },
+    /// See [`ShmEvent::Get`].
+    Get {
+        /// When it began.
+        start_ns: u64,
+    },
+    /// See [`ShmEvent::Unlinked`].
+    Unlinked,
+}
+
+impl OwnedShm {
+    /// Copies an event; returns its end, for [`Entry::t`], too.
+    #[must_use]
+    pub fn new(event: &ShmEvent<'_>) -> (u64, Self) {
+        let (pid, tid, name, what, t) = match *event {
+            ShmEvent::Put {
+                pid,
+                tid,
+                name,
+                size,
+                start_ns,
+                done_ns,
+            } => (pid, tid, name, ShmWhat::Put { size, start_ns }, done_ns),
+            ShmEvent::Get {
+                pid,
+                tid,
+                name,
+                start_ns,
+                done_ns,
+            } => (pid, tid, name, ShmWhat::Get { start_ns }, done_ns),
+            ShmEvent::Unlinked {
+                pid,
+                tid,
+                name,
+                time_ns,
+            } => (pid, tid, name, ShmWhat::Unlinked, time_ns),
+        };
+        let name = name.to_owned();
+        (t, Self { pid, tid, name, what })
+    }
+
+    /// The event, which ended at `t`.
+    #[must_use]
+    pub fn event(&self, t: u64) -> ShmEvent<'_> {
+        let (pid, tid, name) = (self.pid, self.tid, self.name.as_str());
+        match self.what {
+            ShmWhat::Put { size, start_ns } => ShmEvent::Put {
+                pid,
+                tid,
+                name,
+                size,
+                start_ns,
+                done_ns: t,
+            },
+            ShmWhat::Get { start_ns } => ShmEvent::Get {
+                pid,
+                tid,
+                name,
+                start_ns,
+                done_ns: t,
+            },
+            ShmWhat::Unlinked => ShmEvent::Unlinked {
+                pid,
+                tid,
+                name,
+                time_ns: t,
+            },
         }
     }
 }
@@ -326,11 +423,18 @@ mod tests {
         ) {
             let frame =
                 Frame { time_ns: t, pid, tid: pid, socket: size, content: t, size, more, aux, head: &head, tail: &tail };
+            let name = "req_0_1";
+            let put = ShmEvent::Put { pid, tid: pid, name, size, start_ns: size, done_ns: t };
+            let get = ShmEvent::Get { pid, tid: pid, name, start_ns: size, done_ns: t };
+            let unlinked = ShmEvent::Unlinked { pid, tid: pid, name, time_ns: t };
             let entries = vec![
                 Entry { t: 0, item: Item::WallOffset(-5) },
                 Entry { t: 1, item: Item::Change(Change::ProcessGone(ProcessKey { pid, start_ticks: t })) },
                 Entry { t: 2, item: Item::Change(Change::PipelineGone(PipelineId(pid))) },
                 Entry { t, item: Item::Frame(OwnedFrame::new(&frame)) },
+                Entry { t, item: Item::Shm(OwnedShm::new(&put).1) },
+                Entry { t, item: Item::Shm(OwnedShm::new(&get).1) },
+                Entry { t, item: Item::Shm(OwnedShm::new(&unlinked).1) },
                 Entry { t: 3, item: Item::Tick },
             ];
             let file = written(&entries);
@@ -338,6 +442,11 @@ mod tests {
             prop_assert_eq!(&read, &entries);
             let Item::Frame(owned) = &read[3].item else { panic!("no frame") };
             prop_assert_eq!(owned.frame(t), frame);
+            for (entry, event) in read[4..7].iter().zip([put, get, unlinked]) {
+                let Item::Shm(owned) = &entry.item else { panic!("no event of shared memory") };
+                prop_assert_eq!(owned.event(t), event);
+                prop_assert_eq!(OwnedShm::new(&event).0, t);
+            }
         }
 
         #[test]

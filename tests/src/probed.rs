@@ -1,4 +1,4 @@
-//! Which bytes of a process's libzmq differ from the file: a set breakpoint, seen without asking the agent.
+//! Which bytes of a process's libraries differ from the file: a set breakpoint, seen without asking the agent.
 
 use std::{
     fs::File,
@@ -10,6 +10,11 @@ use anyhow::{Context, Result};
 
 /// Number of changed bytes in the executable parts of the libzmq that a process has mapped. 0 where nothing is probed.
 pub fn changed_bytes(pid: u32) -> Result<usize> {
+    changed_in(pid, "libzmq")
+}
+
+/// As [`changed_bytes`], of all files whose names begin so.
+pub fn changed_in(pid: u32, library: &str) -> Result<usize> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
     let memory = File::open(format!("/proc/{pid}/mem"))?;
     let mut changed = 0;
@@ -19,7 +24,7 @@ pub fn changed_bytes(pid: u32) -> Result<usize> {
         };
         if !path
             .file_name()
-            .is_some_and(|name| name.to_string_lossy().starts_with("libzmq"))
+            .is_some_and(|name| name.to_string_lossy().starts_with(library))
         {
             continue;
         }
@@ -38,7 +43,7 @@ pub fn changed_bytes(pid: u32) -> Result<usize> {
 /// and is taken as true with a line that says so.
 pub fn untouched(pids: &[u32]) -> Result<bool> {
     for &pid in pids {
-        if changed_bytes(pid)? > 0 {
+        if changed_bytes(pid)? > 0 || changed_in(pid, "libc.so.")? > 0 {
             let another = other_agent()?;
             if let Some(other) = another {
                 crate::skip(&format!(

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, ensure};
 use omnitap_tests::{
     agent::{Agent, END, binary},
     pipeline::{Options, Pipeline},
-    probed::{changed_bytes, untouched},
+    probed::{changed_bytes, changed_in, untouched},
     scrape::{Scrape, Series},
     truth::Truth,
 };
@@ -477,6 +477,17 @@ fn sigterm_ends_it_in_time_and_leaves_no_probe() -> Result<()> {
     let agent = Agent::start(&[])?;
     let pids = tapped(&pipeline);
     found(&agent, &pipeline, &pids)?;
+    // Each stage process has its probes of shared memory, too, two of them behind system calls; the API server has
+    // none.
+    let engines = &pids[1..];
+    let sites = f64::from(u32::try_from(2 * engines.len())?);
+    agent.scrape_until(FOUND, |scrape| {
+        scrape.sum("omnitap_probes_attached_total", &[("site", "syscall")]) >= sites
+    })?;
+    for &pid in engines {
+        assert!(changed_in(pid, "libc.so.")? >= 4, "{pid}:\n{}", agent.log());
+    }
+    assert_eq!(changed_in(pids[0], "libc.so.")?, 0);
     pipeline.go()?;
     let (status, took) = agent.stop()?;
     assert!(status.success(), "{status}");

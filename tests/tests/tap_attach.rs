@@ -195,7 +195,7 @@ fn again() {
         assert!(matches!(tap.attach(sender.key()), Err(AttachError::Already)));
         drop(attached);
     }
-    assert_eq!(tap.stats().failures[FailureReason::Already as usize], 3);
+    assert_eq!(tap.stats().failures[0][FailureReason::Already as usize], 3);
 }
 
 #[test]
@@ -264,7 +264,7 @@ fn what_cannot_be_probed() {
         std::thread::yield_now();
     }
     let error = tap.attach(ProcessKey { pid, start_ticks }).unwrap_err();
-    assert!(matches!(error, AttachError::NoFunction), "{error}");
+    assert!(matches!(error, AttachError::NoFunction(_)), "{error}");
     assert!(error.is_transient());
     // The pid passed to another process.
     let error = tap
@@ -276,7 +276,7 @@ fn what_cannot_be_probed() {
     assert!(matches!(error, AttachError::Gone), "{error}");
     child.kill().unwrap();
     child.wait().unwrap();
-    let failures = tap.stats().failures;
+    let [failures, _] = tap.stats().failures;
     assert_eq!(
         (
             failures[FailureReason::NoFunction as usize],

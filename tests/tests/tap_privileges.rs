@@ -4,7 +4,7 @@ mod tap_support;
 
 use omnitap::{
     check::{self, Status},
-    tap::{FUNCTION, Settings, maps, site::Arch, symbol::SymbolError, target::Finder},
+    tap::{ProbeSet, Settings, maps, site::Arch, symbol::SymbolError, target::Finder},
 };
 use tap_support::{Sender, again, can_run, content, copy_pyzmq, frames, load};
 
@@ -37,7 +37,7 @@ fn files_are_found_by_path() {
         }
         return;
     }
-    let finder = Finder::new(Arch::NATIVE, FUNCTION.as_bytes());
+    let finder = Finder::new(Arch::NATIVE, ProbeSet::Frames);
     let dir = tempfile::tempdir().unwrap();
     let library = copy_pyzmq(dir.path());
     let sender = Sender::pyzmq(Some(dir.path()));

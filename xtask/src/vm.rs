@@ -1,7 +1,7 @@
 //! `cargo xtask vm`: runs the live tests of the BPF objects inside Debian kernels under QEMU.
 //!
 //! Each machine is a Debian kernel and an initramfs made here: Debian's libzmq and what it needs, the test
-//! program, the sender that it drives, and `xtask/vm/init.c` as process 1. QEMU emulates the CPU, so that no
+//! program, the programs that it drives, and `xtask/vm/init.c` as process 1. QEMU emulates the CPU, so that no
 //! KVM is needed; a run takes a minute or two.
 
 use std::{
@@ -325,6 +325,13 @@ fn initramfs(arch: Arch) -> Result<PathBuf> {
             .arg("-L")
             .arg(root.join("usr/lib").join(arch.triplet()))
             .args(["-l:libzmq.so.5", "-Wl,--allow-shlib-undefined"]),
+    )?;
+    setup::run(
+        Command::new(arch.cc())
+            .args(["-O2", "-Wall", "-Werror", "-o"])
+            .arg(root.join("segments"))
+            .arg(setup::root().join("agent-ebpf/tests/common/segments.c"))
+            .args(["-lrt", "-pthread"]),
     )?;
     fs::copy(build_test(arch)?, root.join("run-test"))?;
 

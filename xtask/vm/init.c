@@ -37,7 +37,8 @@ static void loopback_up(void)
 
 int main(int argc, char **argv)
 {
-	char *const envp[] = { "PATH=/usr/bin:/bin", "HOME=/root", "OMNITAP_SENDER=/sender", NULL };
+	char *const envp[] = { "PATH=/usr/bin:/bin", "HOME=/root", "OMNITAP_SENDER=/sender",
+			       "OMNITAP_SEGMENTS=/segments", NULL };
 	int status = 0;
 	pid_t test;
 

@@ -17,9 +17,16 @@ use std::{
 use aya::{
     Ebpf, EbpfLoader,
     maps::{Array, MapData, PerCpuArray, RingBuf},
-    programs::{RawTracePoint, UProbe, uprobe::UProbeScope},
+    programs::{
+        RawTracePoint, UProbe,
+        uprobe::{UProbeAttachLocation, UProbeScope},
+    },
 };
-use omnitap_ebpf::{Config, Counter, FrameHeader, Kind, ProcessRecord, Record, global, map, program, watch};
+use object::{Object as _, ObjectSegment as _, ObjectSymbol as _};
+use omnitap_ebpf::{
+    Config, Counter, FrameHeader, Kind, ProcessRecord, Record, ShmHeader, ShmStep, global, map, program,
+    watch,
+};
 
 /// The committed object for this machine.
 pub(crate) const OBJECT: &[u8] = {
@@ -132,23 +139,150 @@ impl Sender {
 }
 
 fn build_sender() -> PathBuf {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/common/sender.c");
-    let dir = std::env::temp_dir().join(format!("omnitap-sender-{}", std::process::id()));
+    build("sender", &["-lzmq"], "gcc and libzmq3-dev")
+}
+
+/// Builds one of the C programs beside this file.
+fn build(name: &str, libraries: &[&str], needs: &str) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/common/{name}.c"));
+    let dir = std::env::temp_dir().join(format!("omnitap-{name}-{}", std::process::id()));
     std::fs::create_dir_all(&dir).unwrap();
-    let program = dir.join("sender");
+    let program = dir.join(name);
     let partial = dir.join(format!("partial-{:?}", std::thread::current().id()));
     let status = Command::new("cc")
         .args(["-O2", "-o"])
         .arg(&partial)
         .arg(&source)
-        .arg("-lzmq")
+        .args(libraries)
         .status();
     assert!(
         status.as_ref().is_ok_and(std::process::ExitStatus::success),
-        "sender.c does not build ({status:?}): it needs gcc and libzmq3-dev"
+        "{name}.c does not build ({status:?}): it needs {needs}"
     );
     std::fs::rename(&partial, &program).unwrap();
     program
+}
+
+/// What a process of segments.c did, by its own account.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Done {
+    pub(crate) tid: u32,
+    pub(crate) before: u64,
+    pub(crate) after: u64,
+}
+
+/// A process that hands segments of shared memory on when told.
+pub(crate) struct Segments {
+    child: Child,
+    answers: BufReader<std::process::ChildStdout>,
+}
+
+impl Segments {
+    /// Starts it: `OMNITAP_SEGMENTS` where that is set, else segments.c built with `cc`.
+    pub(crate) fn start() -> Self {
+        let program = std::env::var_os("OMNITAP_SEGMENTS")
+            .map_or_else(|| build("segments", &["-lrt", "-pthread"], "gcc"), PathBuf::from);
+        let mut child = Command::new(&program)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap_or_else(|e| panic!("cannot start {}: {e}", program.display()));
+        let answers = BufReader::new(child.stdout.take().unwrap());
+        let mut segments = Self { child, answers };
+        // Its libraries are there once it answers.
+        segments.order("poll not_there 1");
+        segments
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Gives an order without waiting for the answer.
+    pub(crate) fn tell(&mut self, order: &str) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{order}").unwrap();
+    }
+
+    pub(crate) fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.answers.read_line(&mut line).unwrap();
+        line.trim_end().to_owned()
+    }
+
+    /// Gives an order; `None`: there was nothing to get.
+    pub(crate) fn order(&mut self, order: &str) -> Option<Done> {
+        self.tell(order);
+        let line = self.line();
+        let numbers: Vec<u64> = line.split(' ').map(|n| n.parse().unwrap()).collect();
+        let [tid, before, after] = numbers[..] else {
+            panic!("{order}: {line}")
+        };
+        (tid != 0).then(|| Done {
+            tid: u32::try_from(tid).unwrap(),
+            before,
+            after,
+        })
+    }
+
+    /// Nanoseconds that an order took.
+    pub(crate) fn time(&mut self, order: &str) -> u64 {
+        self.tell(order);
+        self.line().parse().unwrap()
+    }
+
+    /// Ends it after all that it was told.
+    pub(crate) fn finish(mut self) {
+        drop(self.child.stdin.take());
+        let status = self.child.wait().unwrap();
+        assert!(status.success(), "the process ended with {status}");
+    }
+}
+
+/// A file with a function that the process has mapped, and the offsets where its program belongs: the entry, or
+/// behind each of its system calls.
+pub(crate) fn places(pid: u32, function: &str) -> (PathBuf, Vec<u64>) {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let paths = maps
+        .lines()
+        .filter_map(|line| line.find('/').map(|at| &line[at..]));
+    for path in
+        paths.filter(|path| path.contains("/libc.so") || path.contains("/libc-") || path.contains("/librt"))
+    {
+        let Ok(bytes) = std::fs::read(path) else { continue };
+        let file = object::File::parse(&*bytes).unwrap();
+        let Some(symbol) = file
+            .dynamic_symbols()
+            .find(|s| s.is_definition() && s.name() == Ok(function))
+        else {
+            continue;
+        };
+        let segment = file
+            .segments()
+            .find(|s| (s.address()..s.address() + s.size()).contains(&symbol.address()))
+            .unwrap();
+        let entry = symbol.address() - segment.address() + segment.file_range().0;
+        let start = usize::try_from(entry).unwrap();
+        let code = &bytes[start..start + usize::try_from(symbol.size()).unwrap()];
+        let offsets = if [program::FTRUNCATE, program::FLOCK].contains(&function) {
+            behind_syscalls(code).into_iter().map(|at| entry + at).collect()
+        } else {
+            vec![entry]
+        };
+        return (PathBuf::from(path), offsets);
+    }
+    panic!("no file of process {pid} has {function}");
+}
+
+/// `syscall; cmp rax, imm32` or `svc #0; cmn x0, imm`: the offset of what follows.
+fn behind_syscalls(code: &[u8]) -> Vec<u64> {
+    let found = |at: usize| match () {
+        #[cfg(target_arch = "x86_64")]
+        () => matches!(code[at..], [0x0f, 0x05, 0x48, 0x3d, _, 0xf0, 0xff, 0xff, ..]).then_some(at + 8),
+        #[cfg(target_arch = "aarch64")]
+        () => matches!(code[at..], [1, 0, 0, 0xd4, 0x1f, _, _, 0xb1, ..]).then_some(at + 8),
+    };
+    let offsets = (0..code.len()).filter_map(found);
+    offsets.map(|at| at as u64).collect()
 }
 
 /// The libzmq that a process has mapped.
@@ -172,12 +306,21 @@ pub(crate) struct Frame {
     pub(crate) tail: Vec<u8>,
 }
 
+/// A step with shared memory, copied out of the ring.
+#[derive(Clone, Debug)]
+pub(crate) struct Step {
+    pub(crate) kind: ShmStep,
+    pub(crate) header: ShmHeader,
+    pub(crate) name: String,
+}
+
 /// The object, loaded.
 pub(crate) struct Tap {
     ebpf: Ebpf,
     ring: RingBuf<MapData>,
     pub(crate) frames: Vec<Frame>,
     pub(crate) processes: Vec<(Kind, ProcessRecord)>,
+    pub(crate) steps: Vec<Step>,
 }
 
 impl Tap {
@@ -202,6 +345,7 @@ impl Tap {
             ring,
             frames: Vec::new(),
             processes: Vec::new(),
+            steps: Vec::new(),
         }
     }
 
@@ -210,7 +354,7 @@ impl Tap {
         let map = self.ebpf.map_mut(map::WATCHED).unwrap();
         let mut map: Array<_, u64> = Array::try_from(map).unwrap();
         let (word, shift) = watch::place(pid);
-        let others = map.get(&word, 0).unwrap() & !((watch::FRAMES | watch::LIFE) << shift);
+        let others = map.get(&word, 0).unwrap() & !((watch::FRAMES | watch::LIFE | watch::SHM) << shift);
         map.set(word, others | flags << shift, 0).unwrap();
     }
 
@@ -236,6 +380,26 @@ impl Tap {
             .unwrap();
     }
 
+    /// Loads the programs of shared memory, and attaches them in one process.
+    pub(crate) fn attach_shm(&mut self, pid: u32) {
+        for name in program::SHM {
+            let (path, offsets) = places(pid, name);
+            assert!(!offsets.is_empty(), "{name} of {} has no site", path.display());
+            let probe: &mut UProbe = self.ebpf.program_mut(name).unwrap().try_into().unwrap();
+            if probe.fd().is_err() {
+                probe
+                    .load()
+                    .unwrap_or_else(|e| panic!("{name} does not load: {e:?}"));
+            }
+            for offset in offsets {
+                let scope = UProbeScope::OneProcess(NonZeroU32::new(pid).unwrap());
+                probe
+                    .attach(UProbeAttachLocation::AbsoluteOffset(offset), &path, scope)
+                    .unwrap();
+            }
+        }
+    }
+
     /// Loads and attaches the programs on processes.
     pub(crate) fn attach_tracepoints(&mut self) {
         for (name, tracepoint) in program::TRACEPOINTS {
@@ -257,6 +421,11 @@ impl Tap {
                     tail: tail.to_vec(),
                 }),
                 Record::Process(kind, record) => self.processes.push((kind, record)),
+                Record::Shm { step, header, name } => self.steps.push(Step {
+                    kind: step,
+                    header,
+                    name: String::from_utf8(name.to_vec()).unwrap(),
+                }),
             }
         }
     }

@@ -45,7 +45,7 @@ pub enum Role {
         /// Replica id, where evidence tells it.
         replica: Option<u32>,
     },
-    /// A tensor- or pipeline-parallel worker of a stage: never probed.
+    /// A tensor- or pipeline-parallel worker of a stage: never probed for frames.
     Worker,
     /// Data-parallel coordinator or `OmniCoordinator`.
     Coordinator,
@@ -61,6 +61,16 @@ impl Role {
             | Self::LlmStage { .. }
             | Self::DiffusionStage { .. } => true,
             Self::Headless | Self::Worker | Self::Coordinator => false,
+        }
+    }
+
+    /// Whether a process of this role may hand outputs on through shared memory, in a pipeline of vLLM-Omni:
+    /// a connector runs in the stage's core or in a worker.
+    #[must_use]
+    pub fn has_connector(self) -> bool {
+        match self {
+            Self::LlmStage { .. } | Self::DiffusionStage { .. } | Self::Worker => true,
+            Self::ApiServer | Self::ApiWorker { .. } | Self::Headless | Self::Coordinator => false,
         }
     }
 }

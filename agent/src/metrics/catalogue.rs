@@ -708,12 +708,13 @@ families! {
         Counter, &[], Own, Nothing,
         "Probes that were taken off.";
     OmnitapProbeFailuresTotal "omnitap_probe_failures_total"
-        Counter, &["reason"], Own, Nothing,
-        "Probes that could not be attached, by reason.";
+        Counter, &["probes", "reason"], Own, Nothing,
+        "Attempts to probe a process that failed, by what the probes are for (frames, shm) and reason.";
     OmnitapProbeHitsTotal "omnitap_probe_hits_total"
         Counter, &["result"], Own, Nothing,
         "Hits of probes that lost nothing, by what became of the frame: captured, aux (header only), short (dropped \
-         on purpose), unwatched.";
+         on purpose), unwatched; for shared memory: shm_captured (a step of a transfer), shm_noted (kept in the \
+         kernel: polls, nearly all), shm_ignored.";
     OmnitapProbesAttachedTotal "omnitap_probes_attached_total"
         Counter, &["site"], Own, Nothing,
         "Probes set, by the kind of the probed instruction: slow ones are single-stepped by the kernel, the others \

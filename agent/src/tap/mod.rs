@@ -10,12 +10,13 @@ pub mod maps;
 mod reader;
 mod ring;
 pub mod selftest;
+mod shm;
 pub mod site;
 pub mod symbol;
 pub mod target;
 
 use std::{
-    collections::{HashMap, hash_map::Entry},
+    collections::{HashMap, HashSet, hash_map::Entry},
     fmt, io,
     num::NonZeroU32,
     os::fd::{AsFd, OwnedFd},
@@ -44,16 +45,15 @@ use self::{
     reader::Counts,
     site::Arch,
     symbol::SymbolError,
-    target::{Finder, Target},
+    target::{Finder, Place, Target},
 };
 pub use self::{
     reader::{Event, Reader, ReaderStats},
+    shm::ShmEvent,
     site::SiteKind,
+    target::ProbeSet,
 };
 use crate::host::identity::ProcessKey;
-
-/// The function whose calls carry every frame of a pipeline.
-pub const FUNCTION: &str = "zmq_msg_send";
 
 #[cfg(target_arch = "x86_64")]
 static OBJECT: &[u8] = aya::include_bytes_aligned!("../../../agent-ebpf/prebuilt/omnitap-x86_64.bpf.o");
@@ -142,10 +142,10 @@ pub enum AttachError {
     /// Its maps can't be read.
     #[error("cannot read /proc/<pid>/maps: {0}")]
     Maps(#[source] io::Error),
-    /// None of its mapped files defines the function. A process that just started may load it later: try
-    /// again.
-    #[error("no mapped file defines {FUNCTION}")]
-    NoFunction,
+    /// None of its mapped files defines a function that is to be probed. A process that just started may load
+    /// it later: try again.
+    #[error("no mapped file defines what is to be probed for {}", .0.name())]
+    NoFunction(ProbeSet),
     /// A mapped file could not be read.
     #[error("mapped file: {0}")]
     File(#[from] SymbolError),
@@ -175,6 +175,8 @@ pub enum FailureReason {
     Maps,
     /// No file with the function.
     NoFunction,
+    /// The function has no place for its probe.
+    NoSite,
     /// A file could not be read.
     File,
     /// The table of watched processes could not be written.
@@ -187,11 +189,12 @@ pub enum FailureReason {
 
 impl FailureReason {
     /// All, in the order of their index.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Gone,
         Self::Already,
         Self::Maps,
         Self::NoFunction,
+        Self::NoSite,
         Self::File,
         Self::Watch,
         Self::Denied,
@@ -206,6 +209,7 @@ impl FailureReason {
             Self::Already => "already",
             Self::Maps => "maps",
             Self::NoFunction => "no_function",
+            Self::NoSite => "no_site",
             Self::File => "file",
             Self::Watch => "watch",
             Self::Denied => "denied",
@@ -222,7 +226,8 @@ impl AttachError {
             Self::Gone => FailureReason::Gone,
             Self::Already => FailureReason::Already,
             Self::Maps(_) => FailureReason::Maps,
-            Self::NoFunction => FailureReason::NoFunction,
+            Self::NoFunction(_) => FailureReason::NoFunction,
+            Self::File(SymbolError::NoSite(_)) => FailureReason::NoSite,
             Self::File(SymbolError::Open(e)) if e.kind() == io::ErrorKind::PermissionDenied => {
                 FailureReason::Denied
             }
@@ -238,7 +243,12 @@ impl AttachError {
     /// Whether the same may work a moment later: the library may not be loaded yet.
     #[must_use]
     pub fn is_transient(&self) -> bool {
-        matches!(self, Self::NoFunction | Self::Maps(_) | Self::File(_))
+        match self {
+            // The file stays what it is.
+            Self::File(e) => !matches!(e, SymbolError::NoSite(_)),
+            Self::NoFunction(_) | Self::Maps(_) => true,
+            Self::Gone | Self::Already | Self::Watch(_) | Self::Refused { .. } => false,
+        }
     }
 }
 
@@ -252,6 +262,8 @@ fn os_error(error: &ProgramError) -> Option<i32> {
 /// A probe that is on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProbeInfo {
+    /// The probed function.
+    pub function: &'static str,
     /// Path of the probed file as the kernel prints it, made valid text: for people.
     pub path: String,
     /// Build id in hex, empty where the file has none.
@@ -269,12 +281,12 @@ pub struct TapStats {
     pub processes: usize,
     /// Probes set, by [`SiteKind::index`].
     pub attached: [u64; SiteKind::ALL.len()],
-    /// Processes that were probed.
+    /// Times that a process got a set of probes.
     pub attaches: u64,
     /// Time that took, file reads included.
     pub attach_time: Duration,
-    /// Attempts that failed, in the order of [`FailureReason::ALL`].
-    pub failures: [u64; FailureReason::ALL.len()],
+    /// Attempts that failed, by [`ProbeSet::index`] and in the order of [`FailureReason::ALL`].
+    pub failures: [[u64; FailureReason::ALL.len()]; ProbeSet::ALL.len()],
     /// Probes taken off.
     pub detaches: u64,
     /// Time that took, added up over threads at work side by side.
@@ -323,6 +335,9 @@ pub struct Tap {
     inner: Arc<Inner>,
 }
 
+/// Links of the probed processes; `None` while one is being probed.
+type Links = HashMap<(ProcessKey, ProbeSet), Option<Vec<UProbeLink>>>;
+
 struct Inner {
     /// Programs; held while a probe is set.
     ebpf: Mutex<Ebpf>,
@@ -330,17 +345,18 @@ struct Inner {
     counters: PerCpuArray<MapData, u64>,
     positions: ring::Positions,
     ring_bytes: u32,
-    finder: Finder,
-    /// Links of the probed processes.
-    links: Mutex<HashMap<ProcessKey, Option<Vec<UProbeLink>>>>,
+    /// By [`ProbeSet::index`].
+    finders: [Finder; ProbeSet::ALL.len()],
+    links: Mutex<Links>,
     detacher: Arc<Detacher>,
     reader: Arc<Counts>,
     attached: [AtomicU64; SiteKind::ALL.len()],
     attaches: AtomicU64,
     attach_nanos: AtomicU64,
-    failures: [AtomicU64; FailureReason::ALL.len()],
+    failures: [[AtomicU64; FailureReason::ALL.len()]; ProbeSet::ALL.len()],
     programs: Mutex<Vec<ProgramStats>>,
     missing: Vec<(&'static str, ProgramError)>,
+    missing_shm: Vec<(&'static str, ProgramError)>,
     /// Keeps the kernel's run time statistics on.
     _stats: Option<OwnedFd>,
 }
@@ -371,7 +387,8 @@ impl Watched {
 impl Tap {
     /// Loads the programs and maps, and attaches those that tell of new and ended processes. Where the kernel
     /// refuses the latter, the tap works without them ([`Tap::missing_tracepoints`]): processes are then
-    /// found by scans of /proc alone.
+    /// found by scans of /proc alone. Likewise it works without the programs of [`ProbeSet::Shm`]
+    /// ([`Tap::missing_shm_programs`]).
     ///
     /// Needs `CAP_BPF` and `CAP_PERFMON`, or `CAP_SYS_ADMIN`, and Linux 5.8. Setting probes needs
     /// `CAP_SYS_ADMIN` on kernels of mid-2025 and later.
@@ -399,11 +416,14 @@ impl Tap {
         let ring: RingBuf<MapData> = take(&mut ebpf, map::EVENTS)?;
         let positions = ring::Positions::new(ring.as_fd()).map_err(TapError::Ring)?;
 
-        let probe = program(&mut ebpf)?;
-        probe.load().map_err(|source| TapError::Program {
+        load_probe(&mut ebpf, program::ZMQ_MSG_SEND).map_err(|source| TapError::Program {
             name: program::ZMQ_MSG_SEND,
             source,
         })?;
+        let missing_shm = program::SHM
+            .into_iter()
+            .filter_map(|name| Some((name, load_probe(&mut ebpf, name).err()?)))
+            .collect();
         let mut missing = Vec::new();
         for (name, tracepoint) in program::TRACEPOINTS {
             if let Err(source) = attach_tracepoint(&mut ebpf, name, tracepoint) {
@@ -419,7 +439,7 @@ impl Tap {
                 counters,
                 positions,
                 ring_bytes,
-                finder: Finder::new(Arch::NATIVE, FUNCTION.as_bytes()),
+                finders: ProbeSet::ALL.map(|set| Finder::new(Arch::NATIVE, set)),
                 links: Mutex::default(),
                 detacher: Arc::default(),
                 reader: Arc::clone(&reader),
@@ -429,6 +449,7 @@ impl Tap {
                 failures: Default::default(),
                 programs: Mutex::default(),
                 missing,
+                missing_shm,
                 _stats: settings
                     .bpf_stats
                     .then(|| aya::sys::enable_stats(aya::sys::Stats::RunTime).ok())
@@ -442,6 +463,12 @@ impl Tap {
     #[must_use]
     pub fn missing_tracepoints(&self) -> &[(&'static str, ProgramError)] {
         &self.inner.missing
+    }
+
+    /// Programs of [`ProbeSet::Shm`] that the kernel refused, and why: that set then goes nowhere.
+    #[must_use]
+    pub fn missing_shm_programs(&self) -> &[(&'static str, ProgramError)] {
+        &self.inner.missing_shm
     }
 
     /// Has forks and the end of a process reported ([`Event::Fork`], [`Event::Exit`]), probed or not.
@@ -459,8 +486,19 @@ impl Tap {
     /// Blocks on reads of the process's files and on the kernel, some milliseconds as a rule: call it where
     /// blocking is allowed. Safe to call from several threads.
     pub fn attach(&self, key: ProcessKey) -> Result<Attached, AttachError> {
+        self.attach_set(key, ProbeSet::Frames)
+    }
+
+    /// Probes one process for what it does with shared memory: from its return on, each put, get and removal
+    /// that begins then is in the ring. Blocks as [`Tap::attach`] does.
+    pub fn attach_shm(&self, key: ProcessKey) -> Result<Attached, AttachError> {
+        self.attach_set(key, ProbeSet::Shm)
+    }
+
+    /// [`Tap::attach`] or [`Tap::attach_shm`].
+    pub fn attach_set(&self, key: ProcessKey, set: ProbeSet) -> Result<Attached, AttachError> {
         let start = Instant::now();
-        let result = self.inner.attach(key);
+        let result = self.inner.attach(key, set);
         match result {
             Ok(probes) => {
                 self.inner.attaches.fetch_add(1, Ordering::Relaxed);
@@ -474,12 +512,14 @@ impl Tap {
                 }
                 Ok(Attached {
                     key,
+                    set,
                     probes,
                     inner: Arc::clone(&self.inner),
                 })
             }
             Err(e) => {
-                if let Some(counter) = self.inner.failures.get(e.reason() as usize) {
+                let of_set = self.inner.failures.get(set.index());
+                if let Some(counter) = of_set.and_then(|counters| counters.get(e.reason() as usize)) {
                     counter.fetch_add(1, Ordering::Relaxed);
                 }
                 Err(e)
@@ -492,8 +532,8 @@ impl Tap {
     #[must_use = "probes that are still on"]
     pub fn detach_all(&self, timeout: Duration) -> usize {
         let keys: Vec<_> = self.inner.links.lock().keys().copied().collect();
-        for key in keys {
-            self.inner.release(key);
+        for (key, set) in keys {
+            self.inner.release(key, set);
         }
         self.inner.detacher.wait(timeout)
     }
@@ -503,12 +543,19 @@ impl Tap {
     pub fn stats(&self) -> TapStats {
         let inner = &self.inner;
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let links = inner.links.lock();
+        let probed = links.iter().filter(|(_, links)| links.is_some());
+        let processes: HashSet<_> = probed.map(|((key, _), _)| *key).collect();
+        drop(links);
         TapStats {
-            processes: inner.links.lock().values().flatten().count(),
+            processes: processes.len(),
             attached: inner.attached.each_ref().map(load),
             attaches: load(&inner.attaches),
             attach_time: Duration::from_nanos(load(&inner.attach_nanos)),
-            failures: inner.failures.each_ref().map(load),
+            failures: inner
+                .failures
+                .each_ref()
+                .map(|of_set| of_set.each_ref().map(load)),
             detaches: load(&inner.detacher.done),
             detach_time: Duration::from_nanos(load(&inner.detacher.nanos)),
             detaching: inner.detacher.pending(),
@@ -555,34 +602,38 @@ impl Tap {
 }
 
 impl Inner {
-    fn attach(&self, key: ProcessKey) -> Result<Vec<ProbeInfo>, AttachError> {
-        match self.links.lock().entry(key) {
+    fn attach(&self, key: ProcessKey, set: ProbeSet) -> Result<Vec<ProbeInfo>, AttachError> {
+        match self.links.lock().entry((key, set)) {
             Entry::Occupied(_) => return Err(AttachError::Already),
             // Holds the place while this is at work.
             Entry::Vacant(place) => place.insert(None),
         };
-        let result = self.attach_probes(key);
+        let result = self.attach_probes(key, set);
         let mut links = self.links.lock();
         match result {
-            Ok((new, probes)) if links.contains_key(&key) => {
-                links.insert(key, Some(new));
+            Ok((new, probes)) if links.contains_key(&(key, set)) => {
+                links.insert((key, set), Some(new));
                 Ok(probes)
             }
             // `detach_all` came in between.
             Ok((new, _)) => {
                 drop(links);
-                self.forget(key.pid);
+                self.forget(key.pid, set);
                 self.detacher.detach(new);
                 Err(AttachError::Gone)
             }
             Err(e) => {
-                links.remove(&key);
+                links.remove(&(key, set));
                 Err(e)
             }
         }
     }
 
-    fn attach_probes(&self, key: ProcessKey) -> Result<(Vec<UProbeLink>, Vec<ProbeInfo>), AttachError> {
+    fn attach_probes(
+        &self,
+        key: ProcessKey,
+        set: ProbeSet,
+    ) -> Result<(Vec<UProbeLink>, Vec<ProbeInfo>), AttachError> {
         let pid = NonZeroU32::new(key.pid).ok_or(AttachError::Gone)?;
         let is_same = || start_ticks(key.pid).is_ok_and(|ticks| ticks == key.start_ticks);
         if !is_same() {
@@ -595,10 +646,10 @@ impl Inner {
                 AttachError::Gone
             }
         })?;
-        let targets = match self.finder.find(key.pid, &text) {
-            Ok(targets) if targets.is_empty() => Err(AttachError::NoFunction),
-            Ok(targets) => Ok(targets),
-            Err(e) => Err(AttachError::File(e)),
+        let targets = match self.finders.get(set.index()).map(|f| f.find(key.pid, &text)) {
+            Some(Ok(targets)) if !targets.is_empty() => Ok(targets),
+            Some(Err(e)) => Err(AttachError::File(e)),
+            Some(Ok(_)) | None => Err(AttachError::NoFunction(set)),
         };
         // The reason for a failure to read anything of a process that ended is its end.
         let targets = targets.map_err(|e| if is_same() { e } else { AttachError::Gone })?;
@@ -606,21 +657,22 @@ impl Inner {
         // First, so that no frame between the two is missed.
         self.watched
             .lock()
-            .change(key.pid, watch::FRAMES, 0)
+            .change(key.pid, set.flag(), 0)
             .map_err(AttachError::Watch)?;
-        let mut links = Vec::with_capacity(targets.len());
-        let mut probes = Vec::with_capacity(targets.len());
+        let mut links = Vec::new();
+        let mut probes = Vec::new();
         let mut outcome = Ok(());
-        for target in targets {
-            match self.set(pid, &target) {
+        let places = targets.iter().flat_map(|t| t.places.iter().map(move |p| (t, p)));
+        for (target, place) in places {
+            match self.set(pid, target, place) {
                 Ok(link) => {
                     links.push(link);
-                    probes.push(info(&target));
+                    probes.push(info(target, place));
                 }
                 Err(source) => {
                     outcome = Err(AttachError::Refused {
                         path: String::from_utf8_lossy(&target.path).into_owned(),
-                        offset: target.place.offset,
+                        offset: place.offset,
                         source,
                     });
                     break;
@@ -634,7 +686,7 @@ impl Inner {
         match outcome {
             Ok(()) => Ok((links, probes)),
             Err(e) => {
-                self.forget(key.pid);
+                self.forget(key.pid, set);
                 self.detacher.detach(links);
                 Err(e)
             }
@@ -643,38 +695,40 @@ impl Inner {
 
     /// Sets one probe, by way of the open file: whatever happens to paths meanwhile, it goes where the site
     /// was found.
-    fn set(&self, pid: NonZeroU32, target: &Target) -> Result<UProbeLink, ProgramError> {
+    fn set(&self, pid: NonZeroU32, target: &Target, place: &Place) -> Result<UProbeLink, ProgramError> {
         set_probe(
             &mut self.ebpf.lock(),
-            target.place.offset,
+            place.function,
+            place.offset,
             &target.file.path(),
             UProbeScope::OneProcess(pid),
         )
     }
 
-    fn release(&self, key: ProcessKey) {
-        let links = self.links.lock().remove(&key);
+    fn release(&self, key: ProcessKey, set: ProbeSet) {
+        let links = self.links.lock().remove(&(key, set));
         // `None` inside: the process is just being probed, and finds that it was released.
         if let Some(Some(links)) = links {
-            self.forget(key.pid);
+            self.forget(key.pid, set);
             self.detacher.detach(links);
         }
     }
 
-    /// Stops the capture of a process at once, before its probe is off.
-    fn forget(&self, pid: u32) {
+    /// Stops the capture of a process at once, before its probes are off.
+    fn forget(&self, pid: u32, set: ProbeSet) {
         // The key is missing where the kernel's map was full: nothing to undo.
-        let _ = self.watched.lock().change(pid, 0, watch::FRAMES);
+        let _ = self.watched.lock().change(pid, 0, set.flag());
     }
 }
 
 fn set_probe(
     ebpf: &mut Ebpf,
+    program: &str,
     offset: u64,
     file: &Path,
     scope: UProbeScope,
 ) -> Result<UProbeLink, ProgramError> {
-    let Some(probe) = ebpf.program_mut(program::ZMQ_MSG_SEND) else {
+    let Some(probe) = ebpf.program_mut(program) else {
         return Err(ProgramError::NotLoaded);
     };
     let probe: &mut UProbe = probe.try_into()?;
@@ -682,12 +736,13 @@ fn set_probe(
     probe.take_link(id)
 }
 
-fn info(target: &Target) -> ProbeInfo {
+fn info(target: &Target, place: &Place) -> ProbeInfo {
     ProbeInfo {
+        function: place.function,
         path: String::from_utf8_lossy(&target.path).into_owned(),
-        build_id: hex(&target.place.build_id),
-        offset: target.place.offset,
-        kind: target.place.site.kind,
+        build_id: hex(&place.build_id),
+        offset: place.offset,
+        kind: place.site.kind,
     }
 }
 
@@ -714,6 +769,7 @@ const _: () = {
 #[must_use = "dropping it takes the probes off"]
 pub struct Attached {
     key: ProcessKey,
+    set: ProbeSet,
     probes: Vec<ProbeInfo>,
     inner: Arc<Inner>,
 }
@@ -725,7 +781,7 @@ impl Attached {
         self.key
     }
 
-    /// Its probes: one for each mapped file that defines the function.
+    /// Its probes: one or more for each function of the set in each mapped file that defines it.
     #[must_use]
     pub fn probes(&self) -> &[ProbeInfo] {
         &self.probes
@@ -734,7 +790,7 @@ impl Attached {
 
 impl Drop for Attached {
     fn drop(&mut self) {
-        self.inner.release(self.key);
+        self.inner.release(self.key, self.set);
     }
 }
 
@@ -748,16 +804,18 @@ where
         .map_err(|source| TapError::Map { name, source })
 }
 
-fn program(ebpf: &mut Ebpf) -> Result<&mut UProbe, TapError> {
-    let name = program::ZMQ_MSG_SEND;
-    ebpf.program_mut(name)
-        .ok_or(TapError::Incomplete(name))?
-        .try_into()
-        .map_err(|source| TapError::Program { name, source })
+fn load_probe(ebpf: &mut Ebpf, name: &'static str) -> Result<(), ProgramError> {
+    let program: &mut UProbe = ebpf
+        .program_mut(name)
+        .ok_or(ProgramError::NotLoaded)?
+        .try_into()?;
+    program.load()
 }
 
 fn program_names() -> impl Iterator<Item = &'static str> {
-    std::iter::once(program::ZMQ_MSG_SEND).chain(program::TRACEPOINTS.map(|(name, _)| name))
+    std::iter::once(program::ZMQ_MSG_SEND)
+        .chain(program::SHM)
+        .chain(program::TRACEPOINTS.map(|(name, _)| name))
 }
 
 fn attach_tracepoint(ebpf: &mut Ebpf, name: &str, tracepoint: &str) -> Result<(), ProgramError> {

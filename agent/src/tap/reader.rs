@@ -11,9 +11,12 @@ use std::{
 };
 
 use aya::maps::{MapData, RingBuf};
-use omnitap_ebpf::{Kind, Record, flag};
+use omnitap_ebpf::{FrameHeader, Kind, Record, flag};
 
-use super::dedup::Dedup;
+use super::{
+    dedup::Dedup,
+    shm::{Dropped, ShmEvent, Threads},
+};
 use crate::wire::frame::Frame;
 
 /// What the kernel told, in the order of its happening.
@@ -22,6 +25,8 @@ pub enum Event<'a> {
     /// A frame was handed to `zmq_msg_send`. Its bytes lie in the ring: they are gone when the callback
     /// returns.
     Frame(Frame<'a>),
+    /// A segment of shared memory was handed on, taken or removed.
+    Shm(ShmEvent<'a>),
     /// A process anywhere on the host called exec: it may have become one to watch.
     Exec {
         /// The process (initial PID namespace).
@@ -52,6 +57,12 @@ pub struct ReaderStats {
     pub frames: u64,
     /// Frames dropped because they were the frame before, tried again.
     pub retries: u64,
+    /// Events of shared memory handed on.
+    pub shm: u64,
+    /// Steps with shared memory that are not a pipeline's, by their names.
+    pub shm_foreign: u64,
+    /// Ends of a put or get whose begin did not come.
+    pub shm_unpaired: u64,
     /// Exec, fork and exit events handed on.
     pub process_events: u64,
     /// Records that could not be read: object and agent differ.
@@ -62,6 +73,9 @@ pub struct ReaderStats {
 pub(super) struct Counts {
     frames: AtomicU64,
     retries: AtomicU64,
+    shm: AtomicU64,
+    shm_foreign: AtomicU64,
+    shm_unpaired: AtomicU64,
     process_events: AtomicU64,
     malformed: AtomicU64,
 }
@@ -71,6 +85,9 @@ impl Counts {
         ReaderStats {
             frames: self.frames.load(Ordering::Relaxed),
             retries: self.retries.load(Ordering::Relaxed),
+            shm: self.shm.load(Ordering::Relaxed),
+            shm_foreign: self.shm_foreign.load(Ordering::Relaxed),
+            shm_unpaired: self.shm_unpaired.load(Ordering::Relaxed),
             process_events: self.process_events.load(Ordering::Relaxed),
             malformed: self.malformed.load(Ordering::Relaxed),
         }
@@ -81,6 +98,7 @@ impl Counts {
 pub struct Reader {
     ring: RingBuf<MapData>,
     dedup: Dedup,
+    threads: Threads,
     counts: Arc<Counts>,
 }
 
@@ -89,6 +107,7 @@ impl Reader {
         Self {
             ring,
             dedup: Dedup::default(),
+            threads: Threads::default(),
             counts,
         }
     }
@@ -118,17 +137,49 @@ impl Reader {
         while taken < max {
             let Some(item) = self.ring.next() else { break };
             taken += 1;
-            match event(&item) {
-                Some(Event::Frame(frame)) if self.dedup.is_retry(&frame) => add(&self.counts.retries),
-                Some(event @ Event::Frame(_)) => {
-                    add(&self.counts.frames);
-                    each(event);
+            let Ok(record) = Record::parse(&item) else {
+                add(&self.counts.malformed);
+                continue;
+            };
+            match record {
+                Record::Frame { header, head, tail } => {
+                    let frame = frame(&header, head, tail);
+                    if self.dedup.is_retry(&frame) {
+                        add(&self.counts.retries);
+                    } else {
+                        add(&self.counts.frames);
+                        each(Event::Frame(frame));
+                    }
                 }
-                Some(event) => {
+                Record::Shm { step, header, name } => {
+                    let counts = &self.counts;
+                    let taken = self.threads.step(step, &header, name, |event| {
+                        add(&counts.shm);
+                        each(Event::Shm(event));
+                    });
+                    match taken {
+                        Ok(()) => {}
+                        Err(Dropped::Foreign) => add(&counts.shm_foreign),
+                        Err(Dropped::Unpaired) => add(&counts.shm_unpaired),
+                    }
+                }
+                Record::Process(kind, record) => {
+                    let (pid, time_ns) = (record.tgid, record.time_ns);
+                    let event = match kind {
+                        Kind::Exec => Event::Exec { pid, time_ns },
+                        Kind::Fork => Event::Fork { parent: pid, time_ns },
+                        Kind::Exit => Event::Exit { pid, time_ns },
+                        Kind::Frame | Kind::Shm => {
+                            add(&self.counts.malformed);
+                            continue;
+                        }
+                    };
+                    if kind != Kind::Fork {
+                        self.threads.forget(pid);
+                    }
                     add(&self.counts.process_events);
                     each(event);
                 }
-                None => add(&self.counts.malformed),
             }
         }
         taken
@@ -163,28 +214,17 @@ fn add(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
-fn event(record: &[u8]) -> Option<Event<'_>> {
-    Some(match Record::parse(record).ok()? {
-        Record::Frame { header, head, tail } => Event::Frame(Frame {
-            time_ns: header.time_ns,
-            pid: header.tgid,
-            tid: header.tid,
-            socket: header.socket,
-            content: header.content,
-            size: header.size,
-            more: header.flags & flag::MORE != 0,
-            aux: header.flags & flag::AUX != 0,
-            head,
-            tail,
-        }),
-        Record::Process(kind, record) => {
-            let (pid, time_ns) = (record.tgid, record.time_ns);
-            match kind {
-                Kind::Exec => Event::Exec { pid, time_ns },
-                Kind::Fork => Event::Fork { parent: pid, time_ns },
-                Kind::Exit => Event::Exit { pid, time_ns },
-                Kind::Frame => return None,
-            }
-        }
-    })
+fn frame<'a>(header: &FrameHeader, head: &'a [u8], tail: &'a [u8]) -> Frame<'a> {
+    Frame {
+        time_ns: header.time_ns,
+        pid: header.tgid,
+        tid: header.tid,
+        socket: header.socket,
+        content: header.content,
+        size: header.size,
+        more: header.flags & flag::MORE != 0,
+        aux: header.flags & flag::AUX != 0,
+        head,
+        tail,
+    }
 }

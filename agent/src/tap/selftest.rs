@@ -11,10 +11,10 @@ use aya::{
     maps::MapError,
     programs::{ProgramError, uprobe::UProbeScope},
 };
-use omnitap_ebpf::watch;
+use omnitap_ebpf::{program, watch};
 use thiserror::Error;
 
-use super::{Event, Reader, SiteKind, Tap, maps, set_probe, site, symbol};
+use super::{Event, ProbeSet, Reader, SiteKind, Tap, maps, set_probe, site, symbol};
 
 /// How long a frame may take from the call to the reader.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -94,13 +94,14 @@ pub fn run(tap: &Tap, reader: &mut Reader) -> Result<SelfTest, SelfTestError> {
     let entry = address - mapping.start + mapping.offset;
     let mut code = [0; 64];
     std::os::unix::fs::FileExt::read_exact_at(&file.file, &mut code, entry)?;
-    let site = site::choose(site::Arch::NATIVE, &code);
+    let site = site::choose(site::Arch::NATIVE, &code, 3);
 
     tap.inner.watched.lock().change(pid, watch::FRAMES, 0)?;
     let start = Instant::now();
     let scope = NonZeroU32::new(pid).map_or(UProbeScope::CallingProcess, UProbeScope::OneProcess);
     let link = set_probe(
         &mut tap.inner.ebpf.lock(),
+        program::ZMQ_MSG_SEND,
         entry + site.offset,
         &file.path(),
         scope,
@@ -124,7 +125,7 @@ pub fn run(tap: &Tap, reader: &mut Reader) -> Result<SelfTest, SelfTestError> {
     let start = Instant::now();
     drop(link);
     let detach = start.elapsed();
-    tap.inner.forget(pid);
+    tap.inner.forget(pid, ProbeSet::Frames);
     if seen {
         Ok(SelfTest {
             attach,

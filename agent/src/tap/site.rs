@@ -10,6 +10,11 @@
 //! every supported kernel. Longer `nop`s are emulated by the newest only, and those of 5 bytes may be
 //! replaced by a call there: they are passed over. aarch64 (arch/arm64/kernel/probes/decode-insn.c): relative
 //! and register branches, `adr`, `adrp` are simulated.
+//!
+//! Where a probe needs a function's result too, and the function does little more than a system call, the
+//! conditional jump behind the system call is a site: the result is in its register, the arguments are as the
+//! kernel got them, and the jump is emulated. That is cheaper than the entry of such functions, which has no
+//! emulated instruction at all.
 
 use iced_x86::{
     Code, Decoder, DecoderOptions, FlowControl, Instruction, InstructionInfoFactory, OpAccess, Register,
@@ -46,13 +51,15 @@ pub enum SiteKind {
     Nop,
     /// Emulated branch or address computation.
     Branch,
+    /// Emulated conditional jump behind a system call, to tell its failure.
+    Syscall,
     /// Single-stepped: a hit costs some 20 times more.
     Slow,
 }
 
 impl SiteKind {
     /// All, in the order of [`SiteKind::index`].
-    pub const ALL: [Self; 4] = [Self::Push, Self::Nop, Self::Branch, Self::Slow];
+    pub const ALL: [Self; 5] = [Self::Push, Self::Nop, Self::Branch, Self::Syscall, Self::Slow];
 
     /// Label value.
     #[must_use]
@@ -61,6 +68,7 @@ impl SiteKind {
             Self::Push => "push",
             Self::Nop => "nop",
             Self::Branch => "branch",
+            Self::Syscall => "syscall",
             Self::Slow => "slow",
         }
     }
@@ -91,18 +99,90 @@ impl Site {
     };
 }
 
-/// The best site in a function that takes three arguments in registers, from its first bytes (the whole of
-/// it, where known: a branch back to the site is seen only then). Falls back to the entry.
+/// The best site in a function with its first arguments in registers, up to three that are still as the caller
+/// left them, from its first bytes (the whole of it, where known: a branch back to the site is seen only then).
+/// Falls back to the entry.
 #[must_use]
-pub fn choose(arch: Arch, code: &[u8]) -> Site {
+pub fn choose(arch: Arch, code: &[u8], arguments: u8) -> Site {
     match arch {
-        Arch::X86_64 => x86_64(code),
-        Arch::Aarch64 => aarch64(code),
+        Arch::X86_64 => x86_64(code, arguments),
+        Arch::Aarch64 => aarch64(code, arguments),
     }
     .unwrap_or(Site::ENTRY)
 }
 
-fn x86_64(code: &[u8]) -> Option<Site> {
+/// The sites behind the system calls of a function: where it is told whether they failed. A function that
+/// threads can be cancelled in makes its call in two places. Empty: it has none, as where another function
+/// makes the call.
+///
+/// On x86-64 the probe finds the three first arguments of the system call in their registers, on aarch64 the
+/// second and third: the result takes the place of the first.
+#[must_use]
+pub fn behind_syscalls(arch: Arch, code: &[u8]) -> Vec<Site> {
+    match arch {
+        Arch::X86_64 => x86_64_syscalls(code),
+        Arch::Aarch64 => aarch64_syscalls(code),
+    }
+}
+
+fn behind_syscall(offset: u64, before: usize) -> Site {
+    Site {
+        offset,
+        kind: SiteKind::Syscall,
+        skipped: u8::try_from(before).unwrap_or(u8::MAX),
+    }
+}
+
+/// `syscall`, `cmp rax, -4095` (or -4096), and a conditional jump.
+fn x86_64_syscalls(code: &[u8]) -> Vec<Site> {
+    let instructions: Vec<_> = Decoder::with_ip(64, code, 0, DecoderOptions::NONE)
+        .iter()
+        .collect();
+    let triples = instructions.windows(3).enumerate();
+    triples
+        .filter_map(|(before, triple)| {
+            let [call, compare, jump] = triple else {
+                return None;
+            };
+            let is_result =
+                compare.code() == Code::Cmp_RAX_imm32 && matches!(compare.immediate32to64(), -4096 | -4095);
+            let found = call.code() == Code::Syscall
+                && is_result
+                && jump.flow_control() == FlowControl::ConditionalBranch
+                && bytes(code, jump).and_then(emulated) == Some(SiteKind::Branch);
+            found.then(|| behind_syscall(jump.ip(), before + 2))
+        })
+        .collect()
+}
+
+fn bytes<'a>(code: &'a [u8], instruction: &Instruction) -> Option<&'a [u8]> {
+    let start = usize::try_from(instruction.ip()).ok()?;
+    code.get(start..start + instruction.len())
+}
+
+/// `svc #0`, `cmn x0, #4095` (or 4096), and `b.cs` or `b.hi`.
+fn aarch64_syscalls(code: &[u8]) -> Vec<Site> {
+    const SVC: u32 = 0xd400_0001;
+    const CMN_4095: u32 = 0xb13f_fc1f;
+    const CMN_4096: u32 = 0xb140_041f;
+    let (words, _) = code.as_chunks::<4>();
+    let words: Vec<_> = words.iter().map(|word| u32::from_le_bytes(*word)).collect();
+    words
+        .windows(3)
+        .zip(0_u64..)
+        .filter_map(|(triple, before)| match *triple {
+            [SVC, CMN_4095 | CMN_4096, jump] if matches!(jump & 0xff00_001f, 0x5400_0002 | 0x5400_0008) => {
+                Some(behind_syscall(
+                    4 * (before + 2),
+                    usize::try_from(before + 2).ok()?,
+                ))
+            }
+            _ => None,
+        })
+        .collect()
+}
+
+fn x86_64(code: &[u8], arguments: u8) -> Option<Site> {
     let mut decoder = Decoder::with_ip(64, code, 0, DecoderOptions::NONE);
     let mut info = InstructionInfoFactory::new();
     let mut instruction = Instruction::default();
@@ -114,9 +194,7 @@ fn x86_64(code: &[u8]) -> Option<Site> {
         if instruction.is_invalid() {
             return None;
         }
-        let start = usize::try_from(instruction.ip()).ok()?;
-        let bytes = code.get(start..start + instruction.len())?;
-        if let Some(kind) = emulated(bytes) {
+        if let Some(kind) = emulated(bytes(code, &instruction)?) {
             let site = Site {
                 offset: instruction.ip(),
                 kind,
@@ -125,7 +203,8 @@ fn x86_64(code: &[u8]) -> Option<Site> {
             return passed_once(code, site.offset).then_some(site);
         }
         if instruction.code() != Code::Endbr64
-            && (instruction.flow_control() != FlowControl::Next || writes_argument(&mut info, &instruction))
+            && (instruction.flow_control() != FlowControl::Next
+                || writes_argument(&mut info, &instruction, arguments))
         {
             return None;
         }
@@ -143,15 +222,15 @@ fn emulated(bytes: &[u8]) -> Option<SiteKind> {
     }
 }
 
-fn writes_argument(info: &mut InstructionInfoFactory, instruction: &Instruction) -> bool {
+fn writes_argument(info: &mut InstructionInfoFactory, instruction: &Instruction, arguments: u8) -> bool {
+    let registers = [Register::RDI, Register::RSI, Register::RDX];
+    let kept = registers.get(..usize::from(arguments)).unwrap_or(&registers);
     info.info(instruction).used_registers().iter().any(|used| {
-        matches!(
-            used.register().full_register(),
-            Register::RDI | Register::RSI | Register::RDX
-        ) && matches!(
-            used.access(),
-            OpAccess::Write | OpAccess::CondWrite | OpAccess::ReadWrite | OpAccess::ReadCondWrite
-        )
+        kept.contains(&used.register().full_register())
+            && matches!(
+                used.access(),
+                OpAccess::Write | OpAccess::CondWrite | OpAccess::ReadWrite | OpAccess::ReadCondWrite
+            )
     })
 }
 
@@ -172,8 +251,8 @@ fn passed_once(code: &[u8], site: u64) -> bool {
 }
 
 /// Passes over hints (`nop`, `bti`, `paciasp`), stores, `mov` and `add`/`sub` of an immediate into registers
-/// other than x0 to x2; takes the first simulated instruction; anything else ends the search.
-fn aarch64(code: &[u8]) -> Option<Site> {
+/// other than those of the arguments; takes the first simulated instruction; anything else ends the search.
+fn aarch64(code: &[u8], arguments: u8) -> Option<Site> {
     let mut words = code.chunks_exact(4).zip(0_u64..);
     for skipped in 0..=MAX_SKIPPED {
         let (word, index) = words.next()?;
@@ -187,7 +266,7 @@ fn aarch64(code: &[u8]) -> Option<Site> {
                 skipped,
             });
         }
-        if !passed_over(word) {
+        if !passed_over(word, u32::from(arguments)) {
             return None;
         }
     }
@@ -203,25 +282,22 @@ fn simulated(word: u32) -> bool {
         || word & 0xff9f_fc1f == 0xd61f_0000 && word & 0x0060_0000 != 0x0060_0000 // br, blr, ret
 }
 
-fn passed_over(word: u32) -> bool {
-    let spared = word & 0x1f > 2;
+fn passed_over(word: u32, arguments: u32) -> bool {
+    let spared = word & 0x1f >= arguments;
+    // Pre- and post-indexed stores write their base register.
+    let base_is_spared = (word >> 5) & 0x1f >= arguments;
     // Hints.
     word & 0xffff_f01f == 0xd503_201f
         // stp, of all kinds of registers, in all addressing modes.
-        || word & 0x3a40_0000 == 0x2800_0000 && base_is_spared(word)
+        || word & 0x3a40_0000 == 0x2800_0000 && base_is_spared
         // str, post-indexed and pre-indexed, then with an unsigned offset.
-        || word & 0x3be0_0c00 == 0x3800_0400 && base_is_spared(word)
-        || word & 0x3be0_0c00 == 0x3800_0c00 && base_is_spared(word)
+        || word & 0x3be0_0c00 == 0x3800_0400 && base_is_spared
+        || word & 0x3be0_0c00 == 0x3800_0c00 && base_is_spared
         || word & 0x3bc0_0000 == 0x3900_0000
         // mov between registers.
         || word & 0x7fe0_ffe0 == 0x2a00_03e0 && spared
         // add and sub of an immediate that leave the flags alone; mov to and from sp is one.
         || word & 0x3f80_0000 == 0x1100_0000 && spared
-}
-
-/// Pre- and post-indexed stores write their base register.
-fn base_is_spared(word: u32) -> bool {
-    (word >> 5) & 0x1f > 2
 }
 
 fn branches_back(code: &[u8], site: u64) -> bool {
@@ -296,14 +372,14 @@ mod tests {
     #[case::cut_short(&[0xf3, 0x0f, 0x1e], Site::ENTRY)]
     #[case::empty(&[], Site::ENTRY)]
     fn x86_64(#[case] code: &[u8], #[case] expected: Site) {
-        assert_eq!(choose(Arch::X86_64, code), expected);
+        assert_eq!(choose(Arch::X86_64, code, 3), expected);
     }
 
     /// A jump to the entry is a call with other arguments, and is to be seen as one.
     #[test]
     fn a_jump_to_the_entry_is_a_call() {
         assert_eq!(
-            choose(Arch::X86_64, &[0x31, 0xc0, 0x55, 0xeb, 0xfb]),
+            choose(Arch::X86_64, &[0x31, 0xc0, 0x55, 0xeb, 0xfb], 3),
             site(2, SiteKind::Push, 1)
         );
     }
@@ -312,7 +388,7 @@ mod tests {
     fn the_search_ends() {
         let mut code = [0x31, 0xc0].repeat(17);
         code.push(0x55);
-        assert_eq!(choose(Arch::X86_64, &code), Site::ENTRY);
+        assert_eq!(choose(Arch::X86_64, &code, 3), Site::ENTRY);
     }
 
     const NOP: u32 = 0xd503_201f;
@@ -346,16 +422,96 @@ mod tests {
     #[case::empty(&[], Site::ENTRY)]
     fn aarch64(#[case] words: &[u32], #[case] expected: Site) {
         let code: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-        assert_eq!(choose(Arch::Aarch64, &code), expected);
+        assert_eq!(choose(Arch::Aarch64, &code, 3), expected);
+    }
+
+    // Functions of real C libraries, from their entry.
+
+    /// `ftruncate` and `flock` of glibc 2.36 (Debian 12), and as distributions with CET and glibc 2.31 to 2.41
+    /// build them.
+    #[rstest]
+    #[case::ftruncate(b"\xb8\x4d\0\0\0\x0f\x05\x48\x3d\0\xf0\xff\xff\x77\x01\xc3\x48\x8b\x15\x79\x2d\x0d\0", &[13])]
+    #[case::flock(b"\xb8\x49\0\0\0\x0f\x05\x48\x3d\x01\xf0\xff\xff\x73\x01\xc3\x48\x8b\x0d\x39\xa5\x0d\0", &[13])]
+    #[case::with_cet(b"\xf3\x0f\x1e\xfa\xb8\x49\0\0\0\x0f\x05\x48\x3d\x01\xf0\xff\xff\x73\x01\xc3", &[17])]
+    #[case::near_jump(b"\xb8\x4d\0\0\0\x0f\x05\x48\x3d\0\xf0\xff\xff\x0f\x87\0\x01\0\0\xc3", &[13])]
+    // read: with one thread, and with several.
+    #[case::cancellable(
+        b"\x80\x3d\x31\x33\x0e\0\0\x74\x17\x31\xc0\x0f\x05\x48\x3d\0\xf0\xff\xff\x77\x5b\xc3\
+        \x66\x2e\x0f\x1f\x84\0\0\0\0\0\x48\x83\xec\x28\x48\x89\x54\x24\x18\x48\x89\x74\x24\x10\
+        \x89\x7c\x24\x08\xe8\x49\xd5\xf8\xff\x48\x8b\x54\x24\x18\x48\x8b\x74\x24\x10\x41\x89\xc0\
+        \x8b\x7c\x24\x08\x31\xc0\x0f\x05\x48\x3d\0\xf0\xff\xff\x77\x34\x44\x89\xc7",
+        &[19, 82]
+    )]
+    // The helper that newer ones make cancellable calls in, and musl's way.
+    #[case::helper(b"\x41\x8b\x03\x0f\x05\xc3", &[])]
+    #[case::musl(b"\xb8\x49\0\0\0\x0f\x05\x48\x89\xc7\xe9\0\x01\0\0", &[])]
+    #[case::other_limit(b"\x0f\x05\x48\x3d\x02\xf0\xff\xff\x73\x01\xc3", &[])]
+    #[case::no_jump(b"\x0f\x05\x48\x3d\x01\xf0\xff\xff\xc3", &[])]
+    #[case::in_a_constant(b"\x48\xb8\x0f\x05\x48\x3d\x01\xf0\xff\xff\x73\x01\xc3", &[])]
+    fn x86_64_system_calls(#[case] code: &[u8], #[case] offsets: &[u64]) {
+        let sites = behind_syscalls(Arch::X86_64, code);
+        assert!(sites.iter().all(|site| site.kind == SiteKind::Syscall));
+        assert_eq!(sites.iter().map(|site| site.offset).collect::<Vec<_>>(), offsets);
+    }
+
+    const SVC: u32 = 0xd400_0001;
+
+    /// `ftruncate` and `flock` of glibc 2.36 (Debian 12).
+    #[rstest]
+    #[case::ftruncate(&[0x9340_7c00, 0xd280_05c8, SVC, 0xb140_041f, 0x5400_0048, RET], &[16])]
+    #[case::flock(&[NOP, 0xd280_0408, SVC, 0xb13f_fc1f, 0x5400_0042, RET], &[16])]
+    #[case::with_bti(&[BTI_C, 0xd280_0408, SVC, 0xb13f_fc1f, 0x5400_0042, RET], &[16])]
+    // read keeps the result first.
+    #[case::cancellable(&[SVC, 0xaa00_03f3, 0xb140_041f, 0x5400_0328], &[])]
+    #[case::helper(&[SVC, RET], &[])]
+    #[case::other_condition(&[SVC, 0xb13f_fc1f, 0x5400_0043, RET], &[])]
+    fn aarch64_system_calls(#[case] words: &[u32], #[case] offsets: &[u64]) {
+        let code: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+        let sites = behind_syscalls(Arch::Aarch64, &code);
+        assert!(sites.iter().all(|site| site.kind == SiteKind::Syscall));
+        assert_eq!(sites.iter().map(|site| site.offset).collect::<Vec<_>>(), offsets);
+    }
+
+    /// `shm_open` and `shm_unlink` of glibc 2.36 (Debian 12), and with CET.
+    #[rstest]
+    #[case::shm_open(
+        b"\x41\x54\x41\x89\xf4\x48\x89\xfe\x55\x89\xd5\x31\xd2\x53",
+        3,
+        site(0, SiteKind::Push, 0)
+    )]
+    #[case::shm_open_with_cet(b"\xf3\x0f\x1e\xfa\x41\x54\x41\x89\xf4", 3, site(4, SiteKind::Push, 1))]
+    #[case::shm_unlink(
+        b"\x53\x48\x89\xfe\x31\xd2\x48\x81\xec\x20\x01\0\0",
+        1,
+        site(0, SiteKind::Push, 0)
+    )]
+    #[case::one_argument_kept(b"\x48\x89\xfe\x31\xd2\x53", 1, site(5, SiteKind::Push, 2))]
+    #[case::two_arguments_not(b"\x48\x89\xfe\x31\xd2\x53", 2, Site::ENTRY)]
+    #[case::the_first_is_not_kept(b"\x48\x89\xf7\x53", 1, Site::ENTRY)]
+    fn x86_64_arguments(#[case] code: &[u8], #[case] arguments: u8, #[case] expected: Site) {
+        assert_eq!(choose(Arch::X86_64, code, arguments), expected);
+    }
+
+    /// `shm_open` and `shm_unlink` of glibc 2.36 (Debian 12).
+    #[rstest]
+    #[case::shm_open(&[0xa9ab_7bfd, 0xf000_08a3, 0xf947_3463], 3, site(4, SiteKind::Branch, 1))]
+    #[case::shm_unlink(&[0xa9ac_7bfd, 0xaa00_03e1, 0xf000_08a2, 0xf947_3442], 1, site(8, SiteKind::Branch, 2))]
+    #[case::shm_unlink_of_three(&[0xa9ac_7bfd, 0xaa00_03e1, 0xf000_08a2, 0xf947_3442], 3, Site::ENTRY)]
+    fn aarch64_arguments(#[case] words: &[u32], #[case] arguments: u8, #[case] expected: Site) {
+        let code: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+        assert_eq!(choose(Arch::Aarch64, &code, arguments), expected);
     }
 
     proptest! {
         #[test]
         fn any_code(code in proptest::collection::vec(any::<u8>(), 0..200)) {
             for arch in [Arch::X86_64, Arch::Aarch64] {
-                let site = choose(arch, &code);
+                let site = choose(arch, &code, 3);
                 prop_assert!(site == Site::ENTRY || site.offset < code.len() as u64);
                 prop_assert!(arch == Arch::X86_64 || site.offset.is_multiple_of(4));
+                for site in behind_syscalls(arch, &code) {
+                    prop_assert!(site.offset < code.len() as u64);
+                }
             }
         }
     }

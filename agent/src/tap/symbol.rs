@@ -62,6 +62,9 @@ pub enum SymbolError {
     /// No such symbol is defined.
     #[error("does not define the symbol")]
     Missing,
+    /// The function has no place where its probe could be.
+    #[error("`{0}` has no jump behind its system call to probe")]
+    NoSite(&'static str),
 }
 
 /// What a file is known by: device, inode, size and times of its last change. A build id is no key: a file of
@@ -380,7 +383,7 @@ mod tests {
         };
         let function = find_at(&path).unwrap();
         assert_eq!(function.code.starts_with(&[0xf3, 0x0f, 0x1e, 0xfa]), endbr64);
-        let site = site::choose(Arch::X86_64, &function.code);
+        let site = site::choose(Arch::X86_64, &function.code, 3);
         assert_eq!(site.kind, SiteKind::Push);
         // What the kernel will replace is the push itself.
         let bytes = std::fs::read(&path).unwrap();

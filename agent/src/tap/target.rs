@@ -5,6 +5,7 @@ use std::{
     os::unix::ffi::OsStrExt,
 };
 
+use omnitap_ebpf::{program, watch};
 use parking_lot::Mutex;
 
 use super::{
@@ -19,9 +20,103 @@ const MAX_FILES: usize = 1024;
 /// again.
 const MAX_CACHED: usize = 8192;
 
+/// Probes that belong together: a process has all of them or none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ProbeSet {
+    /// `zmq_msg_send` of libzmq, whose calls carry every frame of a pipeline.
+    Frames,
+    /// The functions of libc by which segments of shared memory pass from one process to another.
+    Shm,
+}
+
+/// Where in a function its probe goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum At {
+    /// Where so many arguments are still in their registers.
+    Entry(u8),
+    /// Behind its system calls.
+    Syscall,
+}
+
+/// A function to probe.
+#[derive(Debug)]
+struct Wanted {
+    /// Its name, and that of its program.
+    name: &'static str,
+    at: At,
+}
+
+const fn wanted(name: &'static str, at: At) -> Wanted {
+    Wanted { name, at }
+}
+
+impl ProbeSet {
+    /// All, in the order of [`ProbeSet::index`].
+    pub const ALL: [Self; 2] = [Self::Frames, Self::Shm];
+
+    /// Label value.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Frames => "frames",
+            Self::Shm => "shm",
+        }
+    }
+
+    /// Place in [`ProbeSet::ALL`].
+    #[must_use]
+    pub const fn index(self) -> usize {
+        self as usize
+    }
+
+    /// What stands for the set in the table of watched processes.
+    pub(super) const fn flag(self) -> u64 {
+        match self {
+            Self::Frames => watch::FRAMES,
+            Self::Shm => watch::SHM,
+        }
+    }
+
+    const fn wanted(self) -> &'static [Wanted] {
+        match self {
+            Self::Frames => &const { [wanted(program::ZMQ_MSG_SEND, At::Entry(3))] },
+            Self::Shm => {
+                &const {
+                    [
+                        wanted(program::SHM_OPEN, At::Entry(3)),
+                        wanted(program::SHM_UNLINK, At::Entry(1)),
+                        wanted(program::FTRUNCATE, At::Syscall),
+                        wanted(program::FLOCK, At::Syscall),
+                    ]
+                }
+            }
+        }
+    }
+
+    /// `None`: not to be looked into.
+    fn rank(self, path: &[u8], executable: &[u8]) -> Option<Rank> {
+        match self {
+            Self::Frames => Some(Rank::of(path, executable)),
+            Self::Shm => is_libc(path).then_some(Rank::Named),
+        }
+    }
+}
+
+/// Whether a file is named as glibc's: `libc.so.6` or `libc-2.31.so`, and before 2.34 `librt.so.1` or
+/// `librt-2.31.so`, where `shm_open` and `shm_unlink` are then.
+fn is_libc(path: &[u8]) -> bool {
+    let name = path.rsplit(|&b| b == b'/').next().unwrap_or(path);
+    // It may have been replaced by an upgrade since.
+    let name = name.strip_suffix(b" (deleted)").unwrap_or(name);
+    matches!(name, b"libc.so.6" | b"librt.so.1")
+        || name.ends_with(b".so") && (name.starts_with(b"libc-2.") || name.starts_with(b"librt-2."))
+}
+
 /// Where to probe in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
+    /// The function, and its program.
+    pub function: &'static str,
     /// Offset of the probe site in the file.
     pub offset: u64,
     /// The site within the function.
@@ -37,8 +132,8 @@ pub struct Target {
     pub file: MappedFile,
     /// Its path as the kernel prints it: for people, never to be opened.
     pub path: Vec<u8>,
-    /// Where.
-    pub place: Place,
+    /// Where: one place for each function that the file defines, or more.
+    pub places: Vec<Place>,
 }
 
 /// How near a file is to be the libzmq that pyzmq calls. All of the nearest kind that has the function are
@@ -71,28 +166,29 @@ impl Rank {
     }
 }
 
-/// Finds a function's probe sites, and remembers them by file.
+/// Finds the probe sites of a set, and remembers them by file.
 #[derive(Debug)]
 pub struct Finder {
     arch: Arch,
-    name: &'static [u8],
-    /// `None`: the file does not define the function.
-    known: Mutex<HashMap<FileId, Option<Place>>>,
+    set: ProbeSet,
+    /// Empty: the file defines none of the functions.
+    known: Mutex<HashMap<FileId, Vec<Place>>>,
 }
 
 impl Finder {
-    /// A finder of one function.
+    /// A finder of one set.
     #[must_use]
-    pub fn new(arch: Arch, name: &'static [u8]) -> Self {
+    pub fn new(arch: Arch, set: ProbeSet) -> Self {
         Self {
             arch,
-            name,
+            set,
             known: Mutex::default(),
         }
     }
 
-    /// The files of a process that define the function and run code from there. Empty: none. An error tells
-    /// why libzmq, pyzmq's module or the executable could not be read, if no other file has it.
+    /// The files of a process that define functions of the set and run code from there. Empty: not all functions
+    /// are there. An error tells why a file that should have them could not be read, if no other file has them,
+    /// or that one can't be probed.
     ///
     /// Blocks on reads of the files; a file system of the container's own (FUSE) can make that long.
     pub fn find(&self, pid: u32, maps: &[u8]) -> Result<Vec<Target>, SymbolError> {
@@ -103,8 +199,8 @@ impl Finder {
         let mut seen = HashSet::new();
         let mut files: Vec<_> = mappings
             .iter()
-            .filter(|m| seen.insert((m.device, m.inode)))
-            .map(|m| (Rank::of(&m.path, &executable), m))
+            .filter_map(|m| Some((self.set.rank(&m.path, &executable)?, m)))
+            .filter(|(_, m)| seen.insert((m.device, m.inode)))
             .collect();
         // Stable: within a rank the order stays that of the addresses.
         files.sort_by_key(|(rank, _)| *rank);
@@ -115,9 +211,14 @@ impl Finder {
             let mut found = Vec::new();
             for (kind, mapping) in rank {
                 match self.look(pid, mapping) {
-                    // The code must be mapped to run from there: a file may claim any offset.
-                    Ok(Some(target)) if runs(&mappings, mapping, target.place.offset) => found.push(target),
-                    Ok(_) => {}
+                    Ok(Some(mut target)) => {
+                        // The code must be mapped to run from there: a file may claim any offset.
+                        target
+                            .places
+                            .retain(|place| runs(&mappings, mapping, place.offset));
+                        found.push(target);
+                    }
+                    Ok(None) => {}
                     // Any process may map files that look like libraries and are none.
                     Err(e) if *kind == Rank::Other => {
                         tracing::debug!(pid, path = %String::from_utf8_lossy(&mapping.path), error = %e, "not looked into");
@@ -125,11 +226,17 @@ impl Finder {
                     Err(e) => failed = failed.or(Some(e)),
                 }
             }
-            if !found.is_empty() {
+            if self.is_complete(&found) {
+                found.retain(|target| !target.places.is_empty());
                 return Ok(found);
             }
         }
         failed.map_or(Ok(Vec::new()), Err)
+    }
+
+    fn is_complete(&self, found: &[Target]) -> bool {
+        let has = |name| found.iter().flat_map(|t| &t.places).any(|p| p.function == name);
+        self.set.wanted().iter().all(|wanted| has(wanted.name))
     }
 
     fn look(&self, pid: u32, mapping: &Mapping<'_>) -> Result<Option<Target>, SymbolError> {
@@ -139,33 +246,47 @@ impl Finder {
             Err(e) => return Err(e),
         };
         let known = self.known.lock().get(&file.id).cloned();
-        let place = if let Some(place) = known {
-            place
+        let places = if let Some(places) = known {
+            places
         } else {
-            let place = match symbol::find(&file.file, self.arch, self.name) {
-                Ok(function) => {
-                    let site = site::choose(self.arch, &function.code);
-                    Some(Place {
-                        offset: function.offset + site.offset,
-                        site,
-                        build_id: function.build_id,
-                    })
-                }
-                Err(SymbolError::Missing | SymbolError::Foreign) => None,
-                Err(e) => return Err(e),
-            };
+            let places = self.places(&file)?;
             let mut known = self.known.lock();
             if known.len() >= MAX_CACHED {
                 known.clear();
             }
-            known.insert(file.id, place.clone());
-            place
+            known.insert(file.id, places.clone());
+            places
         };
-        Ok(place.map(|place| Target {
+        Ok((!places.is_empty()).then(|| Target {
             file,
             path: mapping.path.to_vec(),
-            place,
+            places,
         }))
+    }
+
+    fn places(&self, file: &MappedFile) -> Result<Vec<Place>, SymbolError> {
+        let mut places = Vec::new();
+        for wanted in self.set.wanted() {
+            let function = match symbol::find(&file.file, self.arch, wanted.name.as_bytes()) {
+                Ok(function) => function,
+                Err(SymbolError::Missing | SymbolError::Foreign) => continue,
+                Err(e) => return Err(e),
+            };
+            let sites = match wanted.at {
+                At::Entry(arguments) => vec![site::choose(self.arch, &function.code, arguments)],
+                At::Syscall => site::behind_syscalls(self.arch, &function.code),
+            };
+            if sites.is_empty() {
+                return Err(SymbolError::NoSite(wanted.name));
+            }
+            places.extend(sites.into_iter().map(|site| Place {
+                function: wanted.name,
+                offset: function.offset + site.offset,
+                site,
+                build_id: function.build_id.clone(),
+            }));
+        }
+        Ok(places)
     }
 }
 
@@ -174,4 +295,47 @@ fn runs(mappings: &[Mapping<'_>], file: &Mapping<'_>, offset: u64) -> bool {
     mappings
         .iter()
         .any(|m| (m.device, m.inode) == (file.device, file.inode) && m.covers(offset))
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case(b"/usr/lib/x86_64-linux-gnu/libc.so.6", true)]
+    #[case(b"/usr/lib/x86_64-linux-gnu/libc.so.6 (deleted)", true)]
+    #[case(b"/lib/x86_64-linux-gnu/libc-2.31.so", true)]
+    #[case(b"/lib/x86_64-linux-gnu/librt-2.31.so", true)]
+    #[case(b"/lib/librt.so.1", true)]
+    #[case(b"/usr/lib/librtmp.so.1", false)]
+    #[case(b"/usr/lib/libcudart.so.12", false)]
+    #[case(b"/lib/ld-musl-x86_64.so.1", false)]
+    #[case(b"/usr/lib/libc++.so.1", false)]
+    fn libc_by_name(#[case] path: &[u8], #[case] expected: bool) {
+        assert_eq!(is_libc(path), expected);
+    }
+
+    /// This process has a libc with all of the functions, and cheap places in each.
+    #[test]
+    fn own_libc() {
+        let text = maps::read(std::process::id()).unwrap();
+        let finder = Finder::new(Arch::NATIVE, ProbeSet::Shm);
+        let found = finder.find(std::process::id(), &text).unwrap();
+        if found.is_empty() {
+            eprintln!("SKIPPED: this process runs without glibc, or with an old one and without librt");
+            return;
+        }
+        let places: Vec<_> = found.iter().flat_map(|target| &target.places).collect();
+        for wanted in ProbeSet::Shm.wanted() {
+            let place = places.iter().find(|p| p.function == wanted.name).unwrap();
+            assert_ne!(place.site.kind, site::SiteKind::Slow, "{place:?}");
+            assert_eq!(
+                place.site.kind == site::SiteKind::Syscall,
+                wanted.at == At::Syscall,
+                "{place:?}"
+            );
+        }
+    }
 }

@@ -58,9 +58,12 @@ impl Agent {
             .collect();
         let has_all = || {
             let text = fs::read_to_string(log).unwrap_or_default();
-            wanted
-                .iter()
-                .all(|pid| text.contains(&format!("probe on pid={pid} ")))
+            let has = |pid: &u32| {
+                text.lines()
+                    .filter(|line| line.contains("zmq_msg_send"))
+                    .any(|line| line.contains(&format!("probe on pid={pid} ")))
+            };
+            wanted.iter().all(has)
         };
         let attached = process
             .wait_until("its probes in the server", ATTACH, every, has_all)
