@@ -27,6 +27,9 @@ const BLOCK: usize = 15;
 /// two cores: 49 us an output frame and 1.4 ms a request.
 const OWN_STATISTICS_MS: f64 = 4.7;
 
+/// Programs that run in the pipeline's processes.
+const PROGRAMS: [&str; 5] = ["zmq_msg_send", "shm_open", "shm_unlink", "ftruncate", "flock"];
+
 /// One side's samples.
 #[derive(Default)]
 struct Side {
@@ -44,8 +47,9 @@ pub(super) fn measure(program: &Path, folder: &Path, requests: usize) -> Result<
     at_rest(&server.metrics())?;
     let mut without = Side::default();
     let mut with = Side::default();
-    // Of the agent's programs, over all blocks that it watched.
-    let (mut runs, mut run_seconds) = (0.0, 0.0);
+    // Of the agent's programs in the pipeline's processes, over all blocks that it watched.
+    let mut runs = [0.0; PROGRAMS.len()];
+    let mut run_seconds = [0.0; PROGRAMS.len()];
     for block in 0..requests.div_ceil(BLOCK) * 2 {
         if block % 4 == 1 || block % 4 == 2 {
             let mut watcher = Agent::start(
@@ -58,9 +62,11 @@ pub(super) fn measure(program: &Path, folder: &Path, requests: usize) -> Result<
             one_block(&server, &mut with)?;
             let page = Exposition::parse(&watcher.scrape()?)?;
             let added = page.since(&before);
-            let of = |family| added.total(family, &[("program", "zmq_msg_send")]);
-            runs += of("omnitap_bpf_runs_total").context("the agent has no omnitap_bpf_runs_total")?;
-            run_seconds += of("omnitap_bpf_run_seconds_total").unwrap_or_default();
+            for (at, program) in PROGRAMS.into_iter().enumerate() {
+                let of = |family| added.total(family, &[("program", program)]);
+                runs[at] += of("omnitap_bpf_runs_total").context("the agent has no omnitap_bpf_runs_total")?;
+                run_seconds[at] += of("omnitap_bpf_run_seconds_total").unwrap_or_default();
+            }
             agent::without_losses(&page)?;
             watcher.stop()?;
         } else {
@@ -69,8 +75,18 @@ pub(super) fn measure(program: &Path, folder: &Path, requests: usize) -> Result<
     }
     #[expect(clippy::cast_precision_loss, reason = "some hundred requests")]
     let count = with.latency.len() as f64;
-    let hits = runs / count;
-    let probes = (hits * empty_hit / 1e6) + run_seconds / count * 1e3;
+    let parts: Vec<(f64, f64)> = runs
+        .iter()
+        .zip(run_seconds)
+        .map(|(runs, seconds)| (runs / count, seconds / count * 1e3))
+        .collect();
+    let cost = |(hits, in_bpf): &(f64, f64)| hits * empty_hit / 1e6 + in_bpf;
+    let probes: f64 = parts.iter().map(cost).sum();
+    let each: Vec<String> = PROGRAMS
+        .iter()
+        .zip(&parts)
+        .map(|(program, part)| format!("{program} {:.0} hits {:.3} ms", part.0, cost(part)))
+        .collect();
     let most = OWN_STATISTICS_MS / 5.0;
     let (low, high) = ratio_of_medians(&with.latency, &without.latency);
     let (least, greatest) = range(&without.cpu);
@@ -81,8 +97,8 @@ pub(super) fn measure(program: &Path, folder: &Path, requests: usize) -> Result<
             "ms",
             Some(Bound::AtMost(most)),
             format!(
-                "{hits:.0} hits of {empty_hit:.0} ns, and {:.3} ms in BPF; own statistics {OWN_STATISTICS_MS} ms",
-                run_seconds / count * 1e3
+                "{}; a hit is {empty_hit:.0} ns and its time in BPF; own statistics {OWN_STATISTICS_MS} ms",
+                each.join(", ")
             ),
         ),
         Figure::new(
