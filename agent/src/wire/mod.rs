@@ -2,6 +2,8 @@
 //! panicking.
 
 pub mod assemble;
+pub mod connector;
+pub mod control;
 pub mod engine;
 pub mod frame;
 pub mod layout;
@@ -34,6 +36,12 @@ pub enum WireError {
         what: &'static str,
         /// Its value.
         value: u64,
+    },
+    /// A map lacks an element that the message is made of.
+    #[error("{what} is missing")]
+    Missing {
+        /// The element.
+        what: &'static str,
     },
     /// Bytes are left behind the message.
     #[error("{left} bytes are left behind the message")]
