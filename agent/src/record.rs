@@ -9,7 +9,7 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use flate2::{Compression, bufread::MultiGzDecoder, write::GzEncoder};
 use serde::{Deserialize, Serialize};
 
-use crate::{host::identity::Change, wire::frame::Frame};
+use crate::{host::identity::Change, pipeline::transfers::ShmEvent, wire::frame::Frame};
 
 /// Version of the format that this build writes and reads.
 pub const FORMAT: u32 = 1;
@@ -79,8 +79,124 @@ pub enum Item {
     Change(Change),
     /// A frame.
     Frame(OwnedFrame),
+    /// What a process did with a connector's shared-memory segment.
+    Shm(OwnedShm),
     /// Time passed; the state machines were given `t`.
     Tick,
+}
+
+/// A [`ShmEvent`] with a name of its own. It is recorded as it is: the name is the connector's key, and no content.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnedShm {
+    /// Process.
+    pub pid: u32,
+    /// Thread.
+    pub tid: u32,
+    /// Name of the segment.
+    pub name: String,
+    /// What was done.
+    #[serde(flatten)]
+    pub what: ShmWhat,
+}
+
+/// What was done with a segment, with times in nanoseconds; see [`ShmEvent`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ShmWhat {
+    /// See [`ShmEvent::Put`].
+    Put {
+        /// Bytes.
+        size: u64,
+        /// Begin.
+        start_ns: u64,
+        /// End.
+        done_ns: u64,
+    },
+    /// See [`ShmEvent::Get`].
+    Get {
+        /// Begin.
+        start_ns: u64,
+        /// End.
+        done_ns: u64,
+    },
+    /// See [`ShmEvent::Unlinked`].
+    Unlinked {
+        /// When.
+        time_ns: u64,
+    },
+}
+
+impl OwnedShm {
+    /// Copies an event.
+    #[must_use]
+    pub fn new(event: &ShmEvent<'_>) -> Self {
+        let (pid, tid, name, what) = match *event {
+            ShmEvent::Put {
+                pid,
+                tid,
+                name,
+                size,
+                start_ns,
+                done_ns,
+            } => {
+                let put = ShmWhat::Put {
+                    size,
+                    start_ns,
+                    done_ns,
+                };
+                (pid, tid, name, put)
+            }
+            ShmEvent::Get {
+                pid,
+                tid,
+                name,
+                start_ns,
+                done_ns,
+            } => (pid, tid, name, ShmWhat::Get { start_ns, done_ns }),
+            ShmEvent::Unlinked {
+                pid,
+                tid,
+                name,
+                time_ns,
+            } => (pid, tid, name, ShmWhat::Unlinked { time_ns }),
+        };
+        let name = name.to_owned();
+        Self { pid, tid, name, what }
+    }
+
+    /// The event.
+    #[must_use]
+    pub fn event(&self) -> ShmEvent<'_> {
+        let Self { pid, tid, .. } = *self;
+        let name = &self.name;
+        match self.what {
+            ShmWhat::Put {
+                size,
+                start_ns,
+                done_ns,
+            } => ShmEvent::Put {
+                pid,
+                tid,
+                name,
+                size,
+                start_ns,
+                done_ns,
+            },
+            ShmWhat::Get { start_ns, done_ns } => ShmEvent::Get {
+                pid,
+                tid,
+                name,
+                start_ns,
+                done_ns,
+            },
+            ShmWhat::Unlinked { time_ns } => ShmEvent::Unlinked {
+                pid,
+                tid,
+                name,
+                time_ns,
+            },
+        }
+    }
 }
 
 /// A [`Frame`] with bytes of its own.
@@ -326,18 +442,27 @@ mod tests {
         ) {
             let frame =
                 Frame { time_ns: t, pid, tid: pid, socket: size, content: t, size, more, aux, head: &head, tail: &tail };
+            let (tid, name) = (pid, "speech-a-1a2b3c4d_0_1");
+            let shm = match size % 3 {
+                0 => ShmEvent::Put { pid, tid, name, size, start_ns: t, done_ns: size },
+                1 => ShmEvent::Get { pid, tid, name, start_ns: t, done_ns: size },
+                _ => ShmEvent::Unlinked { pid, tid, name, time_ns: t },
+            };
             let entries = vec![
                 Entry { t: 0, item: Item::WallOffset(-5) },
                 Entry { t: 1, item: Item::Change(Change::ProcessGone(ProcessKey { pid, start_ticks: t })) },
                 Entry { t: 2, item: Item::Change(Change::PipelineGone(PipelineId(pid))) },
                 Entry { t, item: Item::Frame(OwnedFrame::new(&frame)) },
                 Entry { t: 3, item: Item::Tick },
+                Entry { t, item: Item::Shm(OwnedShm::new(&shm)) },
             ];
             let file = written(&entries);
             let read: Vec<Entry> = Entries::new(Cursor::new(file)).unwrap().collect::<Result<_, _>>().unwrap();
             prop_assert_eq!(&read, &entries);
             let Item::Frame(owned) = &read[3].item else { panic!("no frame") };
             prop_assert_eq!(owned.frame(t), frame);
+            let Item::Shm(owned) = &read[5].item else { panic!("no event") };
+            prop_assert_eq!(owned.event(), shm);
         }
 
         #[test]
