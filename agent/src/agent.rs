@@ -30,15 +30,15 @@ use crate::{
         scan::{Host, Settings as HostSettings},
     },
     metrics::{catalogue::Family, own::Own},
-    observer::{Observer, Taken},
+    observer::{Observer, ShmTaken, Taken},
     record::{Entry, Item, OwnedFrame, OwnedShm, RecordError},
     serve::{Status, TapState},
     tap::{
-        AttachError, Attached, Event, FailureReason, ProbeSet, Reader, Settings as TapSettings, ShmEvent,
-        SiteKind, Tap, TapError,
+        AttachError, Attached, Event, FailureReason, ProbeSet, Reader, Settings as TapSettings, SiteKind,
+        Tap, TapError,
     },
     warn_limited,
-    wire::{assemble::FrameType, frame::Frame},
+    wire::{assemble::FrameType, frame::Frame, shm::ShmEvent},
 };
 
 /// Longest time that a frame waits in the ring before it is read.
@@ -422,14 +422,18 @@ impl Reading {
 
     fn shm(&mut self, event: &ShmEvent<'_>) {
         let mut taken = self.observer.shm(event);
-        if taken == Taken::Unknown {
+        if taken == ShmTaken::Unknown {
             // As for frames.
             self.take_changes();
             taken = self.observer.shm(event);
         }
-        if taken != Taken::Unknown && self.recorder.is_some() {
-            let (t, owned) = OwnedShm::new(event);
-            self.record(t, || Item::Shm(owned));
+        match taken {
+            ShmTaken::Known if self.recorder.is_some() => {
+                let (t, owned) = OwnedShm::new(event);
+                self.record(t, || Item::Shm(owned));
+            }
+            ShmTaken::Known | ShmTaken::Foreign => {}
+            ShmTaken::Unknown => self.observer.shm_stranger(),
         }
     }
 

@@ -13,13 +13,17 @@ use crate::{
         registry::{Limits, Registry},
         text::Exposition,
     },
-    pipeline::tracker::{Limits as TrackerLimits, Tracker},
+    pipeline::{
+        sink::Sink,
+        tracker::{Limits as TrackerLimits, Tracker},
+    },
     record::{Entry, Item, OwnedFrame},
-    tap::ShmEvent,
     wire::{
         assemble::{Content, Decoder, FrameResult, FrameType},
+        connector::Key,
         frame::Frame,
         message::Message,
+        shm::ShmEvent,
     },
 };
 
@@ -32,6 +36,17 @@ pub enum Taken {
     /// The frame's sender is known, and the frame is this.
     Known(FrameType),
     /// The frame's sender is not a watched process: its change may still be on its way. Nothing was done.
+    Unknown,
+}
+
+/// Whether an event of shared memory could be taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ShmTaken {
+    /// It is part of a transfer, or its pipeline has none.
+    Known,
+    /// No connector's segment.
+    Foreign,
+    /// Its process is not watched: its change may still be on its way. Nothing was done.
     Unknown,
 }
 
@@ -60,8 +75,10 @@ struct Watched {
     unknown_layout: bool,
     /// Label values of its `omnitap_pipeline_info`.
     info: Option<[String; 7]>,
-    /// What `omnitap_source_state` says: whether frames, and whether statistics come.
-    state: Option<(bool, bool)>,
+    /// A transfer between its stages was observed.
+    has_transfers: bool,
+    /// What `omnitap_source_state` says: whether frames, statistics and transfers come.
+    state: Option<[bool; 3]>,
 }
 
 impl Observer {
@@ -186,14 +203,22 @@ impl Observer {
         Taken::Known(decoded.kind)
     }
 
-    /// Takes what a process did with a segment of shared memory.
-    pub fn shm(&mut self, event: &ShmEvent<'_>) -> Taken {
-        let (ShmEvent::Put { pid, .. } | ShmEvent::Get { pid, .. } | ShmEvent::Unlinked { pid, .. }) = event;
-        if self.processes.contains_key(pid) {
-            Taken::Known(FrameType::Other)
-        } else {
-            Taken::Unknown
+    /// Takes what a process did with a shared-memory segment.
+    pub fn shm(&mut self, event: &ShmEvent<'_>) -> ShmTaken {
+        if Key::of_segment(event.name()).is_none() {
+            return ShmTaken::Foreign;
         }
+        if self.tracker.shm(event, &mut self.registry) {
+            ShmTaken::Known
+        } else {
+            ShmTaken::Unknown
+        }
+    }
+
+    /// A connector's event whose process stayed unknown: counted, nothing else.
+    pub fn shm_stranger(&mut self) {
+        self.registry
+            .skip(Family::OmniTransferSizeBytes, "unknown_process");
     }
 
     /// Blanks the content of a frame for a recording; `kind` is what [`Self::frame`] said of it.
@@ -229,8 +254,10 @@ impl Observer {
                     self.stranger();
                 }
             }
-            Item::Shm(event) => {
-                self.shm(&event.event(entry.t));
+            Item::Shm(shm) => {
+                if self.shm(&shm.event(entry.t)) == ShmTaken::Unknown {
+                    self.shm_stranger();
+                }
             }
             Item::Tick => self.tick(entry.t),
         }
@@ -270,8 +297,19 @@ impl Observer {
                 .set(Family::OmnitapReplicas, &label, to_f64(replicas.len()));
         }
         for (id, watched) in &mut self.pipelines {
+            watched.has_transfers = self.tracker.has_transfers(*id);
             watched.show(*id, &self.own, now_ns);
         }
+        let transfers = self.tracker.transfers();
+        self.own
+            .set(Family::OmnitapTransfersOpen, &[], to_f64(transfers.open));
+        #[expect(
+            clippy::cast_precision_loss,
+            reason = "a count above 2^53 may lose its last bits"
+        )]
+        let mismatches = transfers.stage_mismatches as f64;
+        self.own
+            .set_total(Family::OmnitapTransferStageMismatchesTotal, &[], mismatches);
     }
 }
 
@@ -283,6 +321,7 @@ impl Watched {
             frame_ns: None,
             unknown_layout: false,
             info: None,
+            has_transfers: false,
             state: None,
         }
     }
@@ -325,20 +364,24 @@ impl Watched {
         let has_stats = self
             .stats_ns
             .is_some_and(|at| now_ns.saturating_sub(at) <= STATS_AGE_NS);
-        if self.state.replace((has_frames, has_stats)) == Some((has_frames, has_stats)) {
+        let state = [has_frames, has_stats, self.has_transfers];
+        if self.state.replace(state) == Some(state) {
             return;
         }
         let pipeline = id.0.to_string();
         for family in Family::ALL {
             let row = family.row();
             let applies = *flavor == Flavor::Omni || !row.name.starts_with("vllm_omni:");
-            if row.source != Source::Wire || !applies {
+            if !applies {
                 continue;
             }
-            let value = match row.needs {
-                Needs::Nothing => f64::from(u8::from(has_frames)),
-                Needs::LogStats | Needs::Feature => f64::from(u8::from(has_stats)),
+            let is_served = match (row.source, row.needs) {
+                (Source::Wire, Needs::Nothing) => has_frames,
+                (Source::Wire, Needs::LogStats | Needs::Feature) => has_stats,
+                (Source::Transfer, _) => self.has_transfers,
+                _ => continue,
             };
+            let value = f64::from(u8::from(is_served));
             own.set(
                 Family::OmnitapSourceState,
                 &[&pipeline, row.name, row.source.as_str()],

@@ -9,7 +9,10 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use flate2::{Compression, bufread::MultiGzDecoder, write::GzEncoder};
 use serde::{Deserialize, Serialize};
 
-use crate::{host::identity::Change, tap::ShmEvent, wire::frame::Frame};
+use crate::{
+    host::identity::Change,
+    wire::{frame::Frame, shm::ShmEvent},
+};
 
 /// Version of the format that this build writes and reads.
 pub const FORMAT: u32 = 1;

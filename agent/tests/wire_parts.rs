@@ -100,8 +100,8 @@ fn label(decoder: &mut Decoder, part: &Frame<'_>) -> (FrameType, FrameResult) {
 #[case::transfer_engine(
     STAGE,
     b"query_info\x81\xaarequest_id\xa1a",
-    FrameType::Other,
-    FrameResult::Ignored
+    FrameType::Connector,
+    FrameResult::Decoded
 )]
 #[case::empty(STAGE, b"", FrameType::Signal, FrameResult::Ignored)]
 #[case::outer_array_of_a_future_release(
@@ -138,7 +138,7 @@ fn a_frame_of_a_process_that_is_not_watched() {
         label(&mut decoder, &stranger),
         (FrameType::Other, FrameResult::UnknownProcess)
     );
-    decoder.process_known(PID + 1, Role::Worker, Flavor::Omni, &Versions::default());
+    decoder.process_known(PID + 1, Role::Headless, Flavor::Omni, &Versions::default());
     assert_eq!(
         label(&mut decoder, &stranger),
         (FrameType::Other, FrameResult::UnknownProcess)

@@ -175,7 +175,10 @@ fn one_case(case: Case, args: &Args, kit: &Kit, agent: Option<&Path>, folder: &P
         left,
         run.outcomes.len() - run.outcomes.len() / 3,
     );
-    let hops = run.agent.as_ref().is_none_or(|agent| hops_equal(&run.segments, agent));
+    let hops = run
+        .agent
+        .as_ref()
+        .is_none_or(|agent| hops_equal(&run.segments, agent));
     match (case, run.server, run.agent) {
         (Case::OmniOff, _, Some(agent)) => {
             let right = off::check(&run.outcomes, &agent);
@@ -272,7 +275,8 @@ fn hops_equal(segments: &[u64], agent: &Exposition) -> bool {
     }
     let mean = |family: &String| {
         let (sum, count) = (agent.sum(family, &[]), agent.total(family, &[]));
-        sum.zip(count).map_or(0.0, |(sum, count)| sum / count.max(1.0) * 1e3)
+        sum.zip(count)
+            .map_or(0.0, |(sum, count)| sum / count.max(1.0) * 1e3)
     };
     let [tx, rx, in_flight] = times.each_ref().map(mean);
     println!(

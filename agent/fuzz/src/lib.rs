@@ -12,13 +12,13 @@ const PID: u32 = 1;
 #[must_use]
 pub fn decoder(data: &[u8]) -> Option<(Decoder, &[u8])> {
     let ([who, minor], rest) = data.split_first_chunk()?;
-    let role = if who & 1 == 0 {
-        Role::LlmStage {
+    let role = match who & 5 {
+        0 => Role::LlmStage {
             stage: Some(0),
             replica: Some(0),
-        }
-    } else {
-        Role::ApiServer
+        },
+        4 => Role::Worker,
+        _ => Role::ApiServer,
     };
     let flavor = if who & 2 == 0 { Flavor::Vllm } else { Flavor::Omni };
     let version = (*minor != 0).then(|| format!("0.{minor}.0"));

@@ -752,6 +752,12 @@ families! {
     OmnitapStages "omnitap_stages"
         Gauge(Sum), &["flavor"], Own, Nothing,
         "Stages found on this host and alive.";
+    OmnitapTransferStageMismatchesTotal "omnitap_transfer_stage_mismatches_total"
+        Counter, &[], Own, Nothing,
+        "Transfers whose key names another stage than the process at that end has; the process's counts.";
+    OmnitapTransfersOpen "omnitap_transfers_open"
+        Gauge(Sum), &[], Own, Nothing,
+        "Payloads between stages of which one end was seen and the other is awaited.";
 }
 
 impl Family {

@@ -1,12 +1,17 @@
-//! Typed messages and times to observations: pure state machines for requests, stages and audio.
+//! Typed messages and times to observations: pure state machines for requests, stages, audio and transfers.
 //!
 //! [`Tracker`](tracker::Tracker) takes what the host module found, what the wire module decoded and the passing of
 //! time, and writes observations into a [`Sink`](sink::Sink). All times are nanoseconds of `CLOCK_MONOTONIC`.
 
 pub mod audio;
 mod book;
+mod edges;
 mod engine;
 mod labels;
+mod places;
+mod pulls;
 pub mod sink;
 mod state;
 pub mod tracker;
+pub mod transfers;
+mod waiting;

@@ -5,12 +5,14 @@ use slab::Slab;
 
 use super::{
     labels::Labels,
+    places::Places,
     sink::Sink,
     state::{Environment, Kind, PipelineState},
+    transfers::{TransferCounts, Transfers},
 };
 use crate::{
     host::identity::{Change, Pipeline, PipelineId, Process, ProcessKey},
-    wire::message::Message,
+    wire::{message::Message, shm::ShmEvent},
 };
 
 /// Times and caps of the state machines.
@@ -32,6 +34,14 @@ pub struct Limits {
     pub settle_engine_ns: u64,
     /// An abort this soon after an output of a request with stop strings means that one was found.
     pub stop_string_ns: u64,
+    /// Payloads between stages whose other end is awaited; beyond that the oldest are given up.
+    pub max_transfers: usize,
+    /// A payload that is not taken for this long is given up.
+    pub transfer_timeout_ns: u64,
+    /// How long a payload that was taken waits for word of its put.
+    pub transfer_grace_ns: u64,
+    /// How long a payload may still be taken after its sender ended.
+    pub sender_gone_ns: u64,
 }
 
 const SECOND: u64 = 1_000_000_000;
@@ -47,6 +57,10 @@ impl Default for Limits {
             stale_snapshot_ns: 5 * SECOND,
             settle_engine_ns: 5 * SECOND,
             stop_string_ns: SECOND / 50,
+            max_transfers: 65_536,
+            transfer_timeout_ns: 300 * SECOND,
+            transfer_grace_ns: SECOND,
+            sender_gone_ns: 10 * SECOND,
         }
     }
 }
@@ -60,13 +74,14 @@ pub struct Tracker {
     processes: FxHashMap<u32, Watched>,
     by_id: FxHashMap<PipelineId, usize>,
     pipelines: Slab<PipelineState>,
+    transfers: Transfers,
 }
 
 #[derive(Debug)]
-struct Watched {
-    process: Process,
+pub(super) struct Watched {
+    pub(super) process: Process,
     /// Slot of its pipeline; `None`: not told yet.
-    pipeline: Option<usize>,
+    pub(super) pipeline: Option<usize>,
     kind: Kind,
 }
 
@@ -104,6 +119,29 @@ impl Tracker {
             .sum()
     }
 
+    /// What is known of the transfers between stages.
+    #[must_use]
+    pub fn transfers(&self) -> TransferCounts {
+        self.transfers.counts()
+    }
+
+    /// Whether a transfer between two of a pipeline's stages was observed.
+    #[must_use]
+    pub fn has_transfers(&self, pipeline: PipelineId) -> bool {
+        self.transfers.has_hops(pipeline)
+    }
+
+    /// A process did something with a shared-memory segment. Segments of other programs than connectors count as
+    /// nothing. `false`: the process, or its pipeline, is not known (yet), and nothing was done.
+    pub fn shm<S: Sink + ?Sized>(&mut self, event: &ShmEvent<'_>, sink: &mut S) -> bool {
+        let places = Places(&self.processes);
+        let Some(place) = places.of(event.pid()) else {
+            return false;
+        };
+        self.transfers.shm(event, place, places, &self.limits, sink);
+        true
+    }
+
     /// What runs here has changed.
     pub fn change<S: Sink + ?Sized>(&mut self, change: &Change, now_ns: u64, sink: &mut S) {
         match change {
@@ -124,6 +162,16 @@ impl Tracker {
         message: &Message<'_>,
         sink: &mut S,
     ) {
+        if let Message::Connector { control, peer } = message {
+            let places = Places(&self.processes);
+            if let Some(place) = places.of(pid) {
+                let sender = (pid, socket);
+                let limits = &self.limits;
+                self.transfers
+                    .control(sender, *peer, control, time_ns, place, places, limits, sink);
+            }
+            return;
+        }
         let environment = self.environment(sink);
         let Some(watched) = self.processes.get(&pid) else {
             return;
@@ -146,6 +194,8 @@ impl Tracker {
         for (_, state) in &mut self.pipelines {
             state.tick(now_ns, &environment, sink);
         }
+        let places = Places(&self.processes);
+        self.transfers.tick(now_ns, places, &self.limits, sink);
     }
 
     fn environment<S: Sink + ?Sized>(&mut self, sink: &mut S) -> Environment {
@@ -157,6 +207,7 @@ impl Tracker {
     }
 
     fn pipeline<S: Sink + ?Sized>(&mut self, pipeline: &Pipeline, now_ns: u64, sink: &mut S) {
+        self.transfers.pipeline(pipeline, sink);
         let environment = self.environment(sink);
         let slot = if let Some(&slot) = self.by_id.get(&pipeline.id) {
             slot
@@ -221,6 +272,7 @@ impl Tracker {
         let Some(watched) = self.processes.remove(&key.pid) else {
             return;
         };
+        self.transfers.process_gone(key.pid, now_ns, &self.limits, sink);
         let environment = self.environment(sink);
         let Some(state) = watched.pipeline.and_then(|slot| self.pipelines.get_mut(slot)) else {
             return;
@@ -242,5 +294,6 @@ impl Tracker {
         self.processes.retain(|_, watched| watched.pipeline != Some(slot));
         let environment = self.environment(sink);
         state.end(now_ns, &environment, sink);
+        self.transfers.pipeline_gone(id, sink);
     }
 }

@@ -49,7 +49,6 @@ use self::{
 };
 pub use self::{
     reader::{Event, Reader, ReaderStats},
-    shm::ShmEvent,
     site::SiteKind,
     target::ProbeSet,
 };

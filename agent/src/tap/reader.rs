@@ -15,9 +15,9 @@ use omnitap_ebpf::{FrameHeader, Kind, Record, flag};
 
 use super::{
     dedup::Dedup,
-    shm::{Dropped, ShmEvent, Threads},
+    shm::{Dropped, Threads},
 };
-use crate::wire::frame::Frame;
+use crate::wire::{frame::Frame, shm::ShmEvent};
 
 /// What the kernel told, in the order of its happening.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,6 +5,8 @@ use std::collections::{HashMap, hash_map::Entry};
 use omnitap_ebpf::{ShmHeader, ShmStep};
 use rustc_hash::FxBuildHasher;
 
+use crate::wire::shm::ShmEvent;
+
 /// Threads with a put or get under way; beyond it all are forgotten, so that a transfer is lost and counted.
 const MAX_THREADS: usize = 4096;
 /// Longest name of a file.
@@ -12,51 +14,6 @@ const NAME_MAX: usize = 255;
 /// How names of segments begin that other software makes: Python's unnamed segments (on Windows, too), `PyTorch`,
 /// semaphores, OpenMP.
 const OTHERS: [&str; 5] = ["psm_", "wnsm_", "torch_", "sem.", "__KMP"];
-
-/// What a process did with a segment of shared memory. Times are `CLOCK_MONOTONIC` in nanoseconds; the name is
-/// without its slash.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ShmEvent<'a> {
-    /// A segment was made, filled and released.
-    Put {
-        /// The process.
-        pid: u32,
-        /// The thread.
-        tid: u32,
-        /// The segment.
-        name: &'a str,
-        /// Its bytes.
-        size: u64,
-        /// When the thread got the lock.
-        start_ns: u64,
-        /// When it had released it.
-        done_ns: u64,
-    },
-    /// A segment was copied and removed.
-    Get {
-        /// The process.
-        pid: u32,
-        /// The thread.
-        tid: u32,
-        /// The segment.
-        name: &'a str,
-        /// When the thread opened it; of several times before it got the lock, the last.
-        start_ns: u64,
-        /// When it had released the lock.
-        done_ns: u64,
-    },
-    /// A segment was removed without being taken, or the thread tried to.
-    Unlinked {
-        /// The process.
-        pid: u32,
-        /// The thread.
-        tid: u32,
-        /// The segment.
-        name: &'a str,
-        /// When.
-        time_ns: u64,
-    },
-}
 
 /// Why a step gave nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

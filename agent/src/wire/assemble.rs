@@ -7,7 +7,7 @@
 use rustc_hash::FxHashMap;
 
 use super::{
-    WireError,
+    WireError, control,
     engine::{self, Payload, Seen, StartUp},
     frame::Frame,
     layout::Layouts,
@@ -60,13 +60,15 @@ pub enum FrameType {
     Signal,
     /// A pickle of a worker message queue.
     WorkerQueue,
-    /// Anything else, such as a transfer engine's control messages.
+    /// A control message of a connector between stages.
+    Connector,
+    /// Anything else.
     Other,
 }
 
 impl FrameType {
     /// All of them.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Outputs,
         Self::Add,
         Self::Abort,
@@ -82,6 +84,7 @@ impl FrameType {
         Self::Coordinator,
         Self::Signal,
         Self::WorkerQueue,
+        Self::Connector,
         Self::Other,
     ];
 
@@ -104,6 +107,7 @@ impl FrameType {
             Self::Coordinator => "coordinator",
             Self::Signal => "signal",
             Self::WorkerQueue => "worker_queue",
+            Self::Connector => "connector",
             Self::Other => "other",
         }
     }
@@ -231,9 +235,10 @@ impl<'a> Decoded<'a> {
     fn failed(kind: FrameType, error: WireError) -> Self {
         let result = match error {
             WireError::UnknownLayout { .. } => FrameResult::UnknownLayout,
-            WireError::Msgpack(_) | WireError::UnknownValue { .. } | WireError::TrailingBytes { .. } => {
-                FrameResult::Malformed
-            }
+            WireError::Msgpack(_)
+            | WireError::UnknownValue { .. }
+            | WireError::Missing { .. }
+            | WireError::TrailingBytes { .. } => FrameResult::Malformed,
         };
         Self {
             kind,
@@ -250,6 +255,8 @@ enum Side {
     Api,
     /// Engine core, or a diffusion stage.
     Stage,
+    /// Worker of a stage: of what it sends, only its connector's messages are looked into.
+    Worker,
 }
 
 #[derive(Clone, Debug)]
@@ -281,6 +288,10 @@ enum Expect {
     Type { target: Option<u16> },
     /// The payload of this type.
     Payload { request: Request, target: Option<u16> },
+    /// The empty part between a connector's identity and its answer.
+    Delimiter { peer: u32 },
+    /// A connector's answer.
+    Answer { peer: u32 },
     /// Aux parts.
     Aux { of: FrameType, message_time_ns: u64 },
     /// Parts of a message that nobody looks into.
@@ -327,7 +338,8 @@ impl Decoder {
         let side = match role {
             Role::ApiServer | Role::ApiWorker { .. } => Side::Api,
             Role::LlmStage { .. } | Role::DiffusionStage { .. } => Side::Stage,
-            Role::Headless | Role::Worker | Role::Coordinator => return,
+            Role::Worker => Side::Worker,
+            Role::Headless | Role::Coordinator => return,
         };
         let same =
             |known: &Sender| known.side == side && known.flavor == flavor && known.versions == *versions;
@@ -390,7 +402,7 @@ impl Decoder {
             .filter(|open| frame.time_ns.saturating_sub(open.time_ns) <= IDLE_NS)
             .map(|open| open.expect);
         let (decoded, next) = match sender.side {
-            Side::Stage => sender.stage(frame, expect),
+            Side::Stage | Side::Worker => sender.stage(frame, expect),
             Side::Api => sender.api(frame, expect),
         };
         if frame.more {
@@ -420,11 +432,29 @@ fn sweep(open: &mut FxHashMap<Socket, Open>, now_ns: u64) {
 }
 
 impl Sender {
-    /// A frame of an engine core: `[payload][aux..]`.
+    /// A frame of an engine core: `[payload][aux..]`, or of its connector: `[payload]` of one who asks,
+    /// `[identity][][payload]` of one who answers.
     fn stage<'a>(&mut self, frame: &Frame<'a>, expect: Option<Expect>) -> (Decoded<'a>, Expect) {
-        match follow_on(frame, expect) {
-            Some(done) => done,
-            None => self.stage_payload(frame),
+        let part = Decoded::nothing(FrameType::Envelope, FrameResult::Part);
+        match expect {
+            Some(Expect::Delimiter { peer }) if frame.more && frame.size == 0 => {
+                (part, Expect::Answer { peer })
+            }
+            Some(Expect::Answer { peer }) if !frame.aux && !frame.more => {
+                let decoded = connector(frame, Some(peer))
+                    .unwrap_or_else(|| Decoded::nothing(FrameType::Other, FrameResult::Ignored));
+                (decoded, Expect::Rest)
+            }
+            expect => match (follow_on(frame, expect), peer(frame)) {
+                (Some(done), _) => done,
+                (None, Some(peer)) => (part, Expect::Delimiter { peer }),
+                (None, None) if self.side == Side::Worker => {
+                    let decoded = connector(frame, None)
+                        .unwrap_or_else(|| Decoded::nothing(noise(frame.head), FrameResult::Ignored));
+                    (decoded, Expect::Rest)
+                }
+                (None, None) => self.stage_payload(frame),
+            },
         }
     }
 
@@ -439,11 +469,12 @@ impl Sender {
                     Err(error) => Decoded::failed(FrameType::Outputs, error),
                 }
             }
-            Some(0x81..=0x8f | 0xde | 0xdf) => self.map(payload),
+            Some(0x81..=0x8f | 0xde | 0xdf) => connector(frame, None).unwrap_or_else(|| self.map(payload)),
             _ if frame.head == ENGINE_DEAD => {
                 Decoded::message(FrameType::EngineDead, false, Message::EngineDead, None)
             }
-            _ => Decoded::nothing(noise(frame.head), FrameResult::Ignored),
+            _ => connector(frame, None)
+                .unwrap_or_else(|| Decoded::nothing(noise(frame.head), FrameResult::Ignored)),
         };
         let next = after_payload(decoded.kind, frame);
         (decoded, next)
@@ -576,6 +607,32 @@ impl Sender {
             Err(error) => Decoded::failed(kind, error),
         };
         (decoded, after_payload(kind, frame))
+    }
+}
+
+/// A control message of a connector. They can't be mistaken for an engine's: those are arrays, or maps with other
+/// keys, and none is text but the engine's last words.
+fn connector<'a>(frame: &Frame<'a>, peer: Option<u32>) -> Option<Decoded<'a>> {
+    if frame.more {
+        return None;
+    }
+    Some(match control::control(payload(frame))? {
+        Ok(Seen { message, is_partial }) => {
+            let message = Message::Connector {
+                control: message,
+                peer,
+            };
+            Decoded::message(FrameType::Connector, is_partial, message, None)
+        }
+        Err(error) => Decoded::failed(FrameType::Connector, error),
+    })
+}
+
+/// The identity that libzmq makes up for a peer: a zero, and a number. No payload of a stage starts with a zero.
+fn peer(frame: &Frame<'_>) -> Option<u32> {
+    match *frame.head {
+        [0, a, b, c, d] if frame.more && frame.is_whole() => Some(u32::from_be_bytes([a, b, c, d])),
+        _ => None,
     }
 }
 

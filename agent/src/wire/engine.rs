@@ -172,7 +172,7 @@ fn finish_reason(reader: &mut Reader<'_>) -> Result<Option<FinishReason>, WireEr
 /// Reads the pairs of a map: `read` gets each key and takes the value, or returns false to have it skipped.
 /// Keys that are not strings are passed over.
 #[inline]
-fn each_pair<'a, E: From<MsgpackError>>(
+pub(super) fn each_pair<'a, E: From<MsgpackError>>(
     reader: &mut Reader<'a>,
     mut read: impl FnMut(&'a [u8], &mut Reader<'a>) -> Result<bool, E>,
 ) -> Result<(), E> {

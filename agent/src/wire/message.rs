@@ -3,6 +3,8 @@
 //! Times are in seconds as on the wire: `timestamp` fields are `CLOCK_MONOTONIC` of the engine, `arrival` is
 //! wall clock.
 
+use super::control::Control;
+
 /// A decoded payload frame.
 #[expect(
     clippy::large_enum_variant,
@@ -26,6 +28,13 @@ pub enum Message<'a> {
     Handshake,
     /// Engine -> API: the engine core has died (`ENGINE_CORE_DEAD`).
     EngineDead,
+    /// Stage -> stage: a connector arranges a transfer.
+    Connector {
+        /// What it says.
+        control: Control<'a>,
+        /// To whom, for answers: the number that libzmq gave the receiver's socket.
+        peer: Option<u32>,
+    },
 }
 
 /// `EngineCoreOutputs`: one message of an engine.

@@ -2,12 +2,15 @@
 //! panicking.
 
 pub mod assemble;
+pub mod connector;
+pub mod control;
 pub mod engine;
 pub mod frame;
 pub mod layout;
 pub mod message;
 pub mod msgpack;
 mod redact;
+pub mod shm;
 
 use thiserror::Error;
 
@@ -34,6 +37,12 @@ pub enum WireError {
         what: &'static str,
         /// Its value.
         value: u64,
+    },
+    /// A map lacks an element that the message is made of.
+    #[error("{what} is missing")]
+    Missing {
+        /// The element.
+        what: &'static str,
     },
     /// Bytes are left behind the message.
     #[error("{left} bytes are left behind the message")]

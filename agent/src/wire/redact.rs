@@ -7,6 +7,7 @@
 
 use super::{
     assemble::FrameType,
+    control::offer_trailer,
     engine::{AddTrailer, OutputsTrailer, add_trailer, outputs_trailer},
     layout::{AddField, AddLayout, Layouts, OutputField, OutputLayout},
     msgpack::{MsgpackError, Reader},
@@ -101,6 +102,20 @@ const START_UP: Rule = Keys(&[
     (b"handshake_address", Blank),
     (b"type", Keep),
 ]);
+
+const CONNECTOR: Rule = Keys(CONNECTOR_KEYS);
+const CONNECTOR_KEYS: &[(&[u8], Rule)] = &[
+    (b"request_id", Keep),
+    (b"key", Keep),
+    (b"claim_id", Keep),
+    (b"data_size", Keep),
+    (b"length", Keep),
+    (b"lengths", Keep),
+    (b"size", Keep),
+    // Known by their names.
+    (b"remote_hostname", Blank),
+    (b"schema_version", Blank),
+];
 
 fn output_rule(field: OutputField) -> Rule {
     match field {
@@ -214,8 +229,15 @@ pub(super) fn frame(kind: FrameType, layouts: &Layouts, size: u64, head: &mut [u
             None
         }
         FrameType::EngineDead => None,
-        // An engine index or a request type.
-        FrameType::Envelope if size <= 2 => None,
+        FrameType::Connector => {
+            // The word in front, or the message that is one word.
+            let is_word = |byte: &u8| byte.is_ascii_lowercase() || *byte == b'_';
+            walk.at = walk.bytes.iter().take_while(|byte| is_word(byte)).count();
+            walk.run(|walk| walk.value(CONNECTOR));
+            offer_trailer(tail).map(|start| blank_offer_tail(tail, start))
+        }
+        // An engine index, a request type, the number of a connector's peer.
+        FrameType::Envelope if size <= 5 => None,
         FrameType::Coordinator | FrameType::WorkerQueue => {
             walk.at = 2.min(walk.bytes.len());
             walk.zero_rest();
@@ -249,6 +271,21 @@ fn blank_outputs_tail(tail: &mut [u8], outer: u32, trailer: OutputsTrailer) {
     };
     let first = if trailer.stats.is_some() { 2 } else { 3 };
     walk.run(|walk| (first..outer).try_for_each(|index| walk.value(outer_rule(index))));
+}
+
+fn blank_offer_tail(tail: &mut [u8], start: usize) {
+    tail.get_mut(..start).unwrap_or_default().fill(0);
+    let mut walk = Walk {
+        total: tail.len() as u64,
+        bytes: tail,
+        at: start,
+    };
+    walk.run(|walk| {
+        while walk.at < walk.bytes.len() {
+            walk.pair(CONNECTOR_KEYS)?;
+        }
+        Ok(())
+    });
 }
 
 fn blank_add_tail(tail: &mut [u8], layout: &AddLayout, trailer: AddTrailer) {
@@ -378,10 +415,7 @@ impl Walk<'_> {
             }
             Keys(keys) if is_map => {
                 for _ in 0..self.map()? {
-                    let key = self.reader().str_bytes().unwrap_or_default();
-                    let known = keys.iter().find(|(name, _)| *name == key);
-                    self.value(if known.is_some() { Keep } else { Blank })?;
-                    self.value(known.map_or(Blank, |(_, rule)| *rule))?;
+                    self.pair(keys)?;
                 }
                 Ok(())
             }
@@ -395,6 +429,14 @@ impl Walk<'_> {
             }
             Blank | Each(_) | Keys(_) | Shapes | Arguments => self.blank(),
         }
+    }
+
+    /// One pair of a map.
+    fn pair(&mut self, keys: &[(&[u8], Rule)]) -> Done {
+        let key = self.reader().str_bytes().unwrap_or_default();
+        let known = keys.iter().find(|(name, _)| *name == key);
+        self.value(if known.is_some() { Keep } else { Blank })?;
+        self.value(known.map_or(Blank, |(_, rule)| *rule))
     }
 
     /// Leaves a value as it is. One that is cut stays too, as far as it goes: these are ids and numbers.

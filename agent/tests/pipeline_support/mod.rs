@@ -16,8 +16,13 @@ use omnitap::{
         sink::{ExtraId, Scope, ScopeId, Sink},
         tracker::{Limits, Tracker},
     },
-    wire::message::{
-        Add, EngineOutputs, Events, FinishReason, Message, Output, OutputKind, PrefillStats, SchedulerStats,
+    wire::{
+        control::Control,
+        message::{
+            Add, EngineOutputs, Events, FinishReason, Message, Output, OutputKind, PrefillStats,
+            SchedulerStats,
+        },
+        shm::ShmEvent,
     },
 };
 
@@ -271,6 +276,52 @@ impl Play {
             ..frame(at_ms, Vec::new())
         };
         self.send(at_ms, pid, &Message::Outputs(outputs));
+    }
+
+    /// `pid` filled a segment. `false`: it is not known.
+    pub fn put(&mut self, pid: u32, name: &str, size: u64, (start_ms, done_ms): (u64, u64)) -> bool {
+        let put = ShmEvent::Put {
+            pid,
+            tid: pid,
+            name,
+            size,
+            start_ns: start_ms * MS,
+            done_ns: done_ms * MS,
+        };
+        self.tracker.shm(&put, &mut self.sink)
+    }
+
+    /// `pid` took a segment.
+    pub fn get(&mut self, pid: u32, name: &str, (start_ms, done_ms): (u64, u64)) -> bool {
+        let get = ShmEvent::Get {
+            pid,
+            tid: pid,
+            name,
+            start_ns: start_ms * MS,
+            done_ns: done_ms * MS,
+        };
+        self.tracker.shm(&get, &mut self.sink)
+    }
+
+    pub fn unlink(&mut self, pid: u32, name: &str, at_ms: u64) {
+        let unlinked = ShmEvent::Unlinked {
+            pid,
+            tid: pid,
+            name,
+            time_ns: at_ms * MS,
+        };
+        self.tracker.shm(&unlinked, &mut self.sink);
+    }
+
+    /// A connector's message: by whom, on which socket, to whose number.
+    pub fn control(
+        &mut self,
+        at_ms: u64,
+        (pid, socket): (u32, u64),
+        peer: Option<u32>,
+        control: Control<'_>,
+    ) {
+        self.send_on(at_ms, pid, socket, &Message::Connector { control, peer });
     }
 
     pub fn tick(&mut self, at_ms: u64) {

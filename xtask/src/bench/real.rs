@@ -64,7 +64,8 @@ pub(super) fn measure(program: &Path, folder: &Path, requests: usize) -> Result<
             let added = page.since(&before);
             for (at, program) in PROGRAMS.into_iter().enumerate() {
                 let of = |family| added.total(family, &[("program", program)]);
-                runs[at] += of("omnitap_bpf_runs_total").context("the agent has no omnitap_bpf_runs_total")?;
+                runs[at] +=
+                    of("omnitap_bpf_runs_total").context("the agent has no omnitap_bpf_runs_total")?;
                 run_seconds[at] += of("omnitap_bpf_run_seconds_total").unwrap_or_default();
             }
             agent::without_losses(&page)?;
@@ -136,11 +137,17 @@ fn alone(watcher: &Agent) -> Result<Exposition> {
     loop {
         let page = Exposition::parse(&watcher.scrape()?)?;
         let pipelines = page.total("omnitap_pipelines", &[]).unwrap_or_default();
-        ensure!(pipelines <= 1.0, "{pipelines} pipelines run on this host instead of one");
+        ensure!(
+            pipelines <= 1.0,
+            "{pipelines} pipelines run on this host instead of one"
+        );
         if pipelines > 0.0 {
             return Ok(page);
         }
-        ensure!(start.elapsed() < Duration::from_secs(10), "the agent shows no pipeline");
+        ensure!(
+            start.elapsed() < Duration::from_secs(10),
+            "the agent shows no pipeline"
+        );
         std::thread::sleep(Duration::from_millis(50));
     }
 }
