@@ -20,11 +20,25 @@ pub(crate) struct Segments {
     thread: JoinHandle<Result<Vec<Segment>>>,
 }
 
-/// A file that appeared. Open, so that its size can be told when it is gone from the folder.
+/// A file that appeared.
 struct Segment {
     name: String,
+    /// Open, so that its size can be told when it is gone from the folder.
     file: Option<File>,
+    size: Option<u64>,
 }
+
+impl Segment {
+    /// Takes the size, which is set by now.
+    fn settle(&mut self) {
+        if let Some(file) = self.file.take() {
+            self.size = file.metadata().ok().map(|about| about.len());
+        }
+    }
+}
+
+/// Files that are kept open: their makers set the size within a millisecond.
+const OPEN: usize = 64;
 
 impl Segments {
     pub(crate) fn watch() -> Result<Self> {
@@ -36,7 +50,7 @@ impl Segments {
         let thread = std::thread::spawn(move || {
             let mut buffer = [MaybeUninit::uninit(); 16 << 10];
             let mut events = inotify::Reader::new(queue, &mut buffer);
-            let mut segments = Vec::new();
+            let mut segments: Vec<Segment> = Vec::new();
             loop {
                 let event = events.next().context("inotify")?;
                 ensure!(
@@ -53,7 +67,11 @@ impl Segments {
                 segments.push(Segment {
                     name: name.to_owned(),
                     file: File::open(path).ok(),
+                    size: None,
                 });
+                if let Some(old) = segments.len().checked_sub(OPEN).and_then(|at| segments.get_mut(at)) {
+                    old.settle();
+                }
             }
         });
         Ok(Self { end, thread })
@@ -64,7 +82,7 @@ impl Segments {
     pub(crate) fn finish(self) -> Result<Vec<Option<u64>>> {
         std::fs::write(&self.end, "").with_context(|| format!("cannot make {}", self.end.display()))?;
         std::fs::remove_file(&self.end)?;
-        let all = self
+        let mut all = self
             .thread
             .join()
             .map_err(|_| anyhow!("the watch on {FOLDER} panicked"))??;
@@ -73,9 +91,8 @@ impl Segments {
             .filter_map(|s| s.name.strip_prefix("shm_")?.strip_suffix("_lockfile.lock"))
             .map(str::to_owned)
             .collect();
+        all.iter_mut().for_each(Segment::settle);
         let made = all.iter().filter(|s| locks.contains(&s.name));
-        Ok(made
-            .map(|s| Some(s.file.as_ref()?.metadata().ok()?.len()))
-            .collect())
+        Ok(made.map(|s| s.size).collect())
     }
 }
