@@ -218,13 +218,19 @@ static void tell(const char *what, const char *key, struct answer answer)
 	pthread_mutex_unlock(&output);
 }
 
+/* With the process, as others may do the same beside it. */
+static void thread_key(char *key, size_t room, long thread, long hop)
+{
+	snprintf(key, room, "p%d-t%ld_%ld", (int)getpid(), thread, hop);
+}
+
 static void *put_all(void *of)
 {
 	struct pair *pair = of;
 	char key[64];
 
 	for (long hop = 0; hop < pair->hops; hop++) {
-		snprintf(key, sizeof key, "t%ld_%ld", pair->number, hop);
+		thread_key(key, sizeof key, pair->number, hop);
 		tell("put", key, put(key, pair->size + hop));
 	}
 	return NULL;
@@ -238,7 +244,7 @@ static void *get_all(void *of)
 	char key[64];
 
 	for (long hop = 0; hop < pair->hops; hop++) {
-		snprintf(key, sizeof key, "t%ld_%ld", pair->number, hop);
+		thread_key(key, sizeof key, pair->number, hop);
 		while ((answer = get(key, 1)).tid == 0)
 			nanosleep(&pause, NULL);
 		tell("get", key, answer);
@@ -305,10 +311,11 @@ int main(void)
 			printf("%llu\n", now(CLOCK_PROCESS_CPUTIME_ID) - start);
 			continue;
 		} else if (sscanf(line, "hops %ld %ld", &count, &size) == 2) {
+			thread_key(key, sizeof key, 0, 0);
 			start = now(CLOCK_PROCESS_CPUTIME_ID);
 			for (long i = 0; i < count; i++) {
-				put("hop_0_0", size);
-				get("hop_0_0", 1);
+				put(key, size);
+				get(key, 1);
 			}
 			printf("%llu\n", now(CLOCK_PROCESS_CPUTIME_ID) - start);
 			continue;
