@@ -19,6 +19,8 @@ import scenario as sc
 
 FOLDER = "/dev/shm"
 POLL = 0.001
+# A sender that was held up puts faster until it is back at its pace, but for no more than this many seconds.
+CATCH_UP = 0.02
 
 
 def lock_file(key: str) -> str:
@@ -78,11 +80,15 @@ class Connector:
         return not awaited or (awaited[0][0] > output and not is_last)
 
     def _save(self) -> None:
+        due = 0.0
         while True:
             key, payload = self._jobs.get()
             if payload is None:
                 clean_up(key)
                 continue
+            now = time.monotonic()
+            due = max(due + payload.every, now - CATCH_UP)
+            time.sleep(max(due - now, 0))
             if payload.foreign:
                 make_foreign()
             self._put(key, payload)
@@ -104,17 +110,19 @@ class Connector:
 
     def _load(self) -> None:
         while True:
+            nothing = True
             for request_id, awaited in list(self._awaited.items()):
                 number, payload = awaited[0] if awaited else (0, None)
                 if payload is None:
                     self.forget(request_id)
                 elif self._get(f"{request_id}_{self._stage - 1}_{number}", payload):
                     awaited.popleft()
-            if self._awaited:
-                time.sleep(POLL)
-            else:
+                    nothing = False
+            if not self._awaited:
                 self._some.wait(1)
                 self._some.clear()
+            elif nothing:
+                time.sleep(POLL)
 
     def _get(self, key: str, payload: sc.Payload) -> bool:
         start = time.monotonic_ns()

@@ -22,6 +22,8 @@ class Payload(msgspec.Struct, forbid_unknown_fields=True):
     # Seconds that it takes the sender longer to write it, and the receiver to read it.
     put_delay: float = 0.0
     get_delay: float = 0.0
+    # Seconds between this put and the one before, where they come faster.
+    every: float = 0.0
     # Else the receiver leaves it there, and the sender removes it.
     taken: bool = True
     # Segments that are no transfer are made just before.
