@@ -72,7 +72,7 @@ pub(super) fn measure(program: &Path, folder: &Path) -> Result<Vec<Figure>> {
             at_rest(&watcher.metrics())?;
             let page = Exposition::parse(&watcher.scrape()?)?;
             let labels = [("model_name", pipeline.options().model.as_str())];
-            let seen = page.total("vllm_omni:transfer_size_bytes_count", &labels);
+            let seen = page.total("vllm_omni:transfer_size_bytes", &labels);
             #[expect(clippy::cast_precision_loss, reason = "some thousands")]
             let all = BLOCK as f64;
             ensure!(seen == Some(all), "the agent saw {seen:?} of {all} hops");
