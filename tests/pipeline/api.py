@@ -204,6 +204,7 @@ class Orchestrator:
         replicas = sorted(r for s, r in self.engines if s == stage)
         if not replicas:
             self.truth.failed(request, "stage_error")
+            await self._abort_rest(request)
             self._forget(request)
             return
         replica = replicas[self.turn[stage] % len(replicas)]
@@ -242,7 +243,9 @@ class Orchestrator:
             self.ids.append(request.id)
         stages = len(self.scenario.stages) if self.scenario.forward == "prewarm" else 1
         for stage in range(stages):
-            await self._submit(request, stage)
+            # An engine may be lost in between. A later stage would wait for its payloads for ever.
+            if not request.over:
+                await self._submit(request, stage)
         if plan.abort_after is not None:
             await asyncio.sleep(plan.abort_after)
             if not request.over:
@@ -272,11 +275,17 @@ class Orchestrator:
         del self.engines[(stage, replica)]
         for request in list(self.requests.values()):
             at = request.stages.get(stage)
-            if at is not None and at.replica == replica and not at.finished:
+            if at is not None and at.replica == replica and (not at.finished or self._owes(request, stage)):
                 self.truth.failed(request, "stage_error")
                 at.finished = True
                 await self._abort_rest(request)
                 self._forget(request)
+
+    def _owes(self, request: truth.Request, stage: int) -> bool:
+        """Whether a stage that has finished a request may still have payloads of it that the next one waits for."""
+        following = request.stages.get(stage + 1)
+        payloads = sc.plan(self.scenario, *sc.position(request.id), stage).payloads
+        return bool(payloads) and following is not None and not following.finished
 
     async def phase(self, number: int) -> None:
         """One phase; returns when its requests have ended."""

@@ -144,7 +144,8 @@ class Connector:
             self._times.add("get", key, len(data), start, done)
             os.remove(lock_file(key))
             return True
-        except BlockingIOError:
+        except (BlockingIOError, FileNotFoundError):
+            # The sender is not done, or has removed it.
             return False
         finally:
             first.close()
