@@ -8,6 +8,8 @@
 //! The same for `shm_open` of a segment that is not there, as a receiver polls for it; and the time of a put
 //! and get of 64 KiB through shared memory, with and without the probes of both.
 //!
+//! With the argument `shm`, the part about shared memory alone.
+//!
 //! Prints one JSON object: nanoseconds a hit and the ratio to the empty program, by frame size and for a poll;
 //! nanoseconds of a put and get.
 #![expect(
@@ -55,7 +57,9 @@ fn main() {
     if !common::can_run() {
         std::process::exit(1);
     }
-    let mut lines: Vec<_> = SIZES
+    let shm_alone = std::env::args().any(|argument| argument == "shm");
+    let sizes = if shm_alone { &[][..] } else { &SIZES[..] };
+    let mut lines: Vec<_> = sizes
         .iter()
         .map(|(name, size)| line(name, measure(*size)))
         .collect();

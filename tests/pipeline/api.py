@@ -21,6 +21,7 @@ import setproctitle
 import zmq
 import zmq.asyncio
 
+import connector
 import engine
 import lifetime
 import scenario as sc
@@ -74,9 +75,10 @@ class Client:
 class Launcher:
     """Starts engines and answers their handshake."""
 
-    def __init__(self, scenario: sc.Scenario, folder: str) -> None:
+    def __init__(self, scenario: sc.Scenario, folder: str, log: str | None) -> None:
         self.scenario = scenario
         self.folder = folder
+        self.log = log
         self.processes: dict[tuple[int, int], multiprocessing.Process] = {}
 
     def spawn(self, stage: int, replica: int, rank: int, handshake: str) -> None:
@@ -85,7 +87,8 @@ class Launcher:
             title = f"VLLM::StageEngineCoreProc_stage{stage}_replica{replica}_DP0"
         else:
             title = "VLLM::EngineCore" + (f"_DP{rank}" if self.scenario.data_parallel > 1 else "")
-        part = engine.Part(stage, replica, title, rank, handshake)
+        times = f"{self.log}.hops-{stage}-{replica}" if self.log else None
+        part = engine.Part(stage, replica, title, rank, handshake, times)
         process = SPAWN.Process(target=engine.main, args=(sc.to_json(self.scenario), msgspec.to_builtins(part)))
         process.start()
         self.processes[(stage, replica)] = process
@@ -140,6 +143,8 @@ class Orchestrator:
         # Engines that take requests: (stage, replica) -> socket pair and ZMQ identity.
         self.engines: dict[tuple[int, int], tuple[Client, int]] = {}
         self.requests: dict[str, truth.Request] = {}
+        # All requests so far, where they may leave payloads behind.
+        self.ids: list[str] = []
         self.turn = [0] * len(scenario.stages)
         self.number = 0
         # Frames on all sockets between the API process and the engines, but for 1-byte wake-ups.
@@ -199,6 +204,7 @@ class Orchestrator:
         replicas = sorted(r for s, r in self.engines if s == stage)
         if not replicas:
             self.truth.failed(request, "stage_error")
+            await self._abort_rest(request)
             self._forget(request)
             return
         replica = replicas[self.turn[stage] % len(replicas)]
@@ -233,9 +239,13 @@ class Orchestrator:
         name = sc.external_id(plan.prefix, phase, index, self.number)
         request = truth.Request(f"{name}-{random.getrandbits(32):08x}", time.time(), {}, plan.stream)
         self.requests[request.id] = request
+        if sc.has_payloads(self.scenario):
+            self.ids.append(request.id)
         stages = len(self.scenario.stages) if self.scenario.forward == "prewarm" else 1
         for stage in range(stages):
-            await self._submit(request, stage)
+            # An engine may be lost in between. A later stage would wait for its payloads for ever.
+            if not request.over:
+                await self._submit(request, stage)
         if plan.abort_after is not None:
             await asyncio.sleep(plan.abort_after)
             if not request.over:
@@ -265,11 +275,17 @@ class Orchestrator:
         del self.engines[(stage, replica)]
         for request in list(self.requests.values()):
             at = request.stages.get(stage)
-            if at is not None and at.replica == replica and not at.finished:
+            if at is not None and at.replica == replica and (not at.finished or self._owes(request, stage)):
                 self.truth.failed(request, "stage_error")
                 at.finished = True
                 await self._abort_rest(request)
                 self._forget(request)
+
+    def _owes(self, request: truth.Request, stage: int) -> bool:
+        """Whether a stage that has finished a request may still have payloads of it that the next one waits for."""
+        following = request.stages.get(stage + 1)
+        payloads = sc.plan(self.scenario, *sc.position(request.id), stage).payloads
+        return bool(payloads) and following is not None and not following.finished
 
     async def phase(self, number: int) -> None:
         """One phase; returns when its requests have ended."""
@@ -294,8 +310,9 @@ class Api:
     def __init__(self, scenario: sc.Scenario, log: str | None) -> None:
         self.scenario = scenario
         self.folder = tempfile.mkdtemp(prefix="pipeline-")
-        self.launcher = Launcher(scenario, self.folder)
+        self.launcher = Launcher(scenario, self.folder, log)
         self.log = log
+        self.orchestrator: Orchestrator | None = None
         self.workers: list[tuple[multiprocessing.Process, Any]] = []
         self.loop: asyncio.AbstractEventLoop | None = None
         self.go: asyncio.Queue[None] | None = None
@@ -314,6 +331,8 @@ class Api:
                 pipe.close()
                 process.join(5)
             self.launcher.end()
+            if self.orchestrator is not None:
+                connector.clean_up_all(self.orchestrator.ids)
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def stop(self) -> None:
@@ -334,7 +353,7 @@ class Api:
         if self.scenario.api_servers > 1:
             await self._start_workers()
         else:
-            orchestrator = Orchestrator(self.scenario, truth.Log(self.log), 0)
+            self.orchestrator = orchestrator = Orchestrator(self.scenario, truth.Log(self.log), 0)
             await self._start_engines(orchestrator)
         say(event="ready", pid=os.getpid())
         number = 0

@@ -14,6 +14,7 @@ import msgspec
 import setproctitle
 import zmq
 
+import connector
 import lifetime
 import scenario as sc
 import wire
@@ -31,6 +32,8 @@ class Part(msgspec.Struct):
     # Data-parallel rank: the ZMQ identity.
     rank: int
     handshake: str
+    # Where the times of its transfers go.
+    times: str | None
 
 
 class Running:
@@ -71,6 +74,10 @@ class Engine:
         self.cache = wire.PrefixCacheStats()
         self.stats_sent = 0.0
         self.counts_sent = (0, 0)
+        # Only where there is something to move: its receiving thread costs time.
+        self.connector: connector.Connector | None = None
+        if sc.has_payloads(scenario):
+            self.connector = connector.Connector(part.stage, part.replica, part.times)
         self.steps = 0
         self.crash = False
         self.flood = False
@@ -197,11 +204,17 @@ class Engine:
         if tag == wire.ADD:
             phase, request = sc.position(data.request_id)
             self.waiting.append(Running(data, sc.plan(self.scenario, phase, request, self.part.stage)))
+            if self.connector and self.part.stage > 0:
+                payloads = sc.plan(self.scenario, phase, request, self.part.stage - 1).payloads
+                self.connector.expect(data.request_id, payloads)
         elif tag == wire.ABORT:
             gone = set(data)
             for request in [*self.waiting, *self.running]:
                 if request.id in gone:
                     self.finished.setdefault(request.client, []).append(request.id)
+                    if self.connector:
+                        self.connector.forget(request.id)
+                        self.connector.clean_up(request.id, len(request.work.payloads))
             self.waiting = deque(r for r in self.waiting if r.id not in gone)
             self.running = [r for r in self.running if r.id not in gone]
             if self.finished and not (self.running or self.waiting):
@@ -248,6 +261,9 @@ class Engine:
             return None
         if work.stall_at == request.done:
             return None
+        is_last = request.done + 1 == request.total()
+        if self.connector and not self.connector.allows(request.id, request.done, is_last):
+            return None
         if work.preempt_at == request.done and not request.preempted:
             request.preempted = True
             request.paused = 2
@@ -272,6 +288,10 @@ class Engine:
                 ["<i4", [1], msgspec.msgpack.Ext(wire.RAW_VIEW, bytes(4))],
                 None,
             ]
+        if self.connector and not failed:
+            end = len(work.payloads) if is_last else request.done + 1
+            for number, payload in enumerate(work.payloads[request.done : end], request.done):
+                self.connector.send(request.id, number, payload)
         request.done += 1
         if self.omni and self.stage.kind == "ar" and not failed:
             output.num_generation_tokens = request.done

@@ -15,6 +15,21 @@ class Chunk(msgspec.Struct, forbid_unknown_fields=True):
     steps: int = 1
 
 
+class Payload(msgspec.Struct, forbid_unknown_fields=True):
+    """What a stage hands to the next one through shared memory (connector.py)."""
+
+    bytes: int
+    # Seconds that it takes the sender longer to write it, and the receiver to read it.
+    put_delay: float = 0.0
+    get_delay: float = 0.0
+    # Seconds between this put and the one before, where they come faster.
+    every: float = 0.0
+    # Else the receiver leaves it there, and the sender removes it.
+    taken: bool = True
+    # Segments that are no transfer are made just before.
+    foreign: bool = False
+
+
 class Work(msgspec.Struct, forbid_unknown_fields=True):
     """What one stage does for one request."""
 
@@ -38,6 +53,9 @@ class Work(msgspec.Struct, forbid_unknown_fields=True):
     # A finished wait for a KV transfer is reported after the end.
     kv_wait_ms: float | None = None
     logprobs: int | None = None
+    # One goes to the next stage with each output, what is left with the last. The next stage makes as many outputs as
+    # it has payloads, and its last one when it has all.
+    payloads: list[Payload] = []
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -115,12 +133,20 @@ def load(path: str) -> Scenario:
         for request in phase.requests:
             if len(request.stages) != len(scenario.stages):
                 raise ValueError(f"{path}: a request has one entry in `stages` for each stage")
+            if request.stages[-1].payloads:
+                raise ValueError(f"{path}: the last stage has nobody to hand payloads to")
     return scenario
 
 
 def plan(scenario: Scenario, phase: int, request: int, stage: int) -> Work:
     """What a stage does for a request of a phase."""
     return scenario.phases[phase].requests[request].stages[stage]
+
+
+def has_payloads(scenario: Scenario) -> bool:
+    """Whether anything goes from stage to stage through a connector."""
+    requests = (request for phase in scenario.phases for request in phase.requests)
+    return any(work.payloads for request in requests for work in request.stages)
 
 
 def external_id(prefix: str, phase: int, request: int, number: int) -> str:

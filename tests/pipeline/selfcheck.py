@@ -1,6 +1,7 @@
 """Checks the pipeline by itself: frames byte for byte as real servers send them, and a run against its scenario."""
 
 import collections
+import contextlib
 import json
 import os
 import subprocess
@@ -69,9 +70,33 @@ class Run(unittest.TestCase):
             at1 = (("replica", replica), ("stage", "1"))
             self.assertEqual(counters["vllm_omni:audio_frames_total", at1], frames * request.repeat // 2)
 
-    def run_pipeline(self, scenario: str, flags: list[str]) -> tuple[dict, dict]:
+    def test_every_payload_is_handed_on(self) -> None:
+        payloads = [{"bytes": size, "put_delay": 0.01, "get_delay": 0.01} for size in (1, 5000)]
+        payloads.append({"bytes": 70, "taken": False, "foreign": True})
+        request = {"repeat": 4, "stages": [{"tokens": 2, "payloads": payloads}, {"chunks": [{"frames": 240}] * 2}]}
+        scenario = {"forward": "prewarm", "stages": [{}, {"kind": "generation", "replicas": 2}]}
+        scenario["phases"] = [{"requests": [request]}]
+        before = set(os.listdir("/dev/shm"))
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "scenario.json")
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(scenario, file)
+            self.run_pipeline(path, ["--omni"], os.path.join(folder, "truth"))
+            sizes = collections.defaultdict(dict)
+            for place in ("0-0", "1-0", "1-1"):
+                with open(os.path.join(folder, f"truth.hops-{place}"), encoding="utf-8") as file:
+                    for row in map(json.loads, file):
+                        sizes[row["side"]][row["key"]] = row["size"]
+        left = {key: size for key, size in sizes["put"].items() if key not in sizes["get"]}
+        self.assertEqual(collections.Counter(sizes["get"].values()), {1: 4, 5000: 4})
+        self.assertEqual(collections.Counter(left.values()), {70: 4})
+        self.assertTrue(sizes["get"].items() <= sizes["put"].items())
+        self.assertEqual([name for name in set(os.listdir("/dev/shm")) - before if "speech" in name], [])
+
+    def run_pipeline(self, scenario: str, flags: list[str], log: str | None = None) -> tuple[dict, dict]:
         """Runs one phase; returns counters and histogram counts by family and labels."""
-        with tempfile.NamedTemporaryFile() as truth:
+        with contextlib.ExitStack() as stack:
+            truth = stack.enter_context(open(log, "w+b") if log else tempfile.NamedTemporaryFile())
             command = [sys.executable, os.path.join(HERE, "vllm-omni"), "serve", "some/model", *flags]
             command += ["--scenario", scenario, "--truth", truth.name, "--control"]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as pipeline:

@@ -12,6 +12,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 
 pub mod agent;
+pub mod hops;
 pub mod pipeline;
 pub mod probed;
 pub mod scrape;

@@ -14,7 +14,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::truth::Truth;
+use crate::{hops::Hops, truth::Truth};
 
 /// Longest wait for an event: engines start in a second or two, phases last some seconds.
 const EVENT: Duration = Duration::from_mins(1);
@@ -189,11 +189,25 @@ impl Pipeline {
 
     /// What an observer should have said so far.
     pub fn truth(&self) -> Result<Truth> {
+        let (_, rest) = self.truth_files()?;
+        Ok(Truth::read(&self.options, &rest)?.and(self.hops()?.truth(&self.options)))
+    }
+
+    /// What its connectors moved so far, by their own clocks.
+    pub fn hops(&self) -> Result<Hops> {
+        let (hops, _) = self.truth_files()?;
+        Hops::read(&hops)
+    }
+
+    /// Files of the connectors, and of the API processes.
+    fn truth_files(&self) -> Result<(Vec<PathBuf>, Vec<PathBuf>)> {
         let mut paths: Vec<PathBuf> = std::fs::read_dir(self.dir.path())?
             .map(|entry| entry.map(|entry| entry.path()))
             .collect::<Result<_, _>>()?;
         paths.retain(|path| path.to_string_lossy().contains("truth.jsonl"));
-        Truth::read(&self.options, &paths)
+        Ok(paths
+            .into_iter()
+            .partition(|path| path.to_string_lossy().contains(".hops-")))
     }
 
     /// Ends it as an operator does, with SIGTERM, and waits for the end.

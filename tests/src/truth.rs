@@ -84,6 +84,25 @@ impl Truth {
         Self { rows }
     }
 
+    /// Observations of one value each of histograms of vLLM-Omni: time, family, labels without the model, value.
+    pub(crate) fn observed<'a>(
+        options: &Options,
+        rows: impl IntoIterator<Item = (f64, &'a str, BTreeMap<String, String>, f64)>,
+    ) -> Self {
+        let rows = rows.into_iter().map(|(t, family, mut labels, value)| {
+            labels.insert("model_name".to_owned(), options.model.clone());
+            let family = family.to_owned();
+            Row {
+                t,
+                family,
+                labels,
+                value,
+                times: Some(1.0),
+            }
+        });
+        Self { rows: rows.collect() }
+    }
+
     /// With the observations of another pipeline.
     #[must_use]
     pub fn and(mut self, other: Self) -> Self {
@@ -195,11 +214,11 @@ fn same(a: f64, b: f64) -> bool {
     (a - b).abs() < 1e-6
 }
 
-/// How far a sum may be off: token sums not at all; ratios by a fifth a sample; times by 5 % or 50 ms a sample,
+/// How far a sum may be off: sums of tokens and bytes not at all; ratios by a fifth a sample; times by 5 % or 50 ms a sample,
 /// since a busy machine may stop a process between taking the time and sending.
 #[must_use]
 pub fn tolerance(family: &str, count: f64, sum: f64) -> f64 {
-    if family.contains("tokens") || family.contains("preemptions") {
+    if family.contains("tokens") || family.contains("preemptions") || family.ends_with("_bytes") {
         1e-6
     } else if family.ends_with("_rtf") {
         0.2 * count

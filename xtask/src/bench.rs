@@ -6,6 +6,7 @@ mod load;
 mod real;
 mod render;
 mod stats;
+mod transfers;
 
 use std::{
     fs,
@@ -44,6 +45,8 @@ enum Bench {
     Memory,
     /// The agent's CPU beside an idle pipeline
     Idle,
+    /// Payloads between two stages through shared memory, with the agent and without; a poll of the receiver
+    Transfers,
     /// CPU and latency of a speech request of the real Audex server, with the agent and without
     Real,
 }
@@ -56,6 +59,7 @@ impl Bench {
             Self::Render => "render",
             Self::Memory => "memory",
             Self::Idle => "idle",
+            Self::Transfers => "transfers",
             Self::Real => "real",
         }
     }
@@ -122,6 +126,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         Bench::Render,
         Bench::Memory,
         Bench::Idle,
+        Bench::Transfers,
         Bench::Real,
     ];
     let benches = if args.only.is_empty() {
@@ -141,6 +146,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             Bench::Render => with_agent(args, |agent| render::measure(agent, &folder)),
             Bench::Memory => with_agent(args, |agent| load::memory(agent, &folder)),
             Bench::Idle => with_agent(args, |agent| load::idle(agent, &folder)),
+            Bench::Transfers => with_agent(args, |agent| transfers::measure(agent, &folder)),
             Bench::Real => with_agent(args, |agent| real::measure(agent, &folder, args.requests.into())),
         };
         match figures {

@@ -143,6 +143,10 @@ fn done(scrape: &Scrape) -> f64 {
     scrape.sum("vllm_omni:requests_success_total", &[("model_name", MODEL)])
 }
 
+/// Labels of an edge between stages, and their values.
+const EDGE: [&str; 4] = ["from_stage", "from_replica", "to_stage", "to_replica"];
+type Edge = [String; 4];
+
 /// A scrape and the one before it.
 struct View<'a> {
     scrape: &'a Scrape,
@@ -273,6 +277,14 @@ impl View<'_> {
         }
         row(String::new());
         row(format!(
+            "{:>13} {:>7} {:>9} {:>9} {:>9} {:>13} {:>9}",
+            "transfers", "number", "MiB", "size p50", "tx p50", "in flight p50", "rx p50"
+        ));
+        for edge in self.edges() {
+            row(self.transfers(&edge));
+        }
+        row(String::new());
+        row(format!(
             "agent       frames {}  lost {}  CPU {}  memory {:.0} MiB  sample lines {}",
             self.scrape.sum("omnitap_events_received_total", &[]),
             self.scrape.sum("omnitap_events_lost_total", &[]),
@@ -281,6 +293,36 @@ impl View<'_> {
             self.scrape.sum("omnitap_series", &[]),
         ));
         text
+    }
+
+    /// A line of the payloads between two stages.
+    fn transfers(&self, edge: &Edge) -> String {
+        let labels: Vec<(&str, &str)> = std::iter::once(("model_name", MODEL))
+            .chain(EDGE.iter().copied().zip(edge.iter().map(String::as_str)))
+            .collect();
+        let [from, from_replica, to, to_replica] = edge;
+        let p50 = |family: &str| self.scrape.quantile(family, &labels, 0.5);
+        let time = |family: &str| {
+            p50(family).map_or_else(|| "-".to_owned(), |seconds| format!("{:.2} ms", 1000.0 * seconds))
+        };
+        format!(
+            "{:>13} {:>7} {:>9.1} {:>9} {:>9} {:>13} {:>9}",
+            format!("{from}.{from_replica} > {to}.{to_replica}"),
+            self.scrape.sum("vllm_omni:transfer_size_bytes_count", &labels),
+            self.scrape.sum("vllm_omni:transfer_size_bytes_sum", &labels) / f64::from(1 << 20),
+            p50("vllm_omni:transfer_size_bytes")
+                .map_or_else(|| "-".to_owned(), |bytes| format!("{:.0} KiB", bytes / 1024.0)),
+            time("vllm_omni:transfer_tx_s"),
+            time("vllm_omni:transfer_in_flight_s"),
+            time("vllm_omni:transfer_rx_s"),
+        )
+    }
+
+    fn edges(&self) -> BTreeSet<Edge> {
+        self.scrape
+            .matching("vllm_omni:transfer_size_bytes_count", &[("model_name", MODEL)])
+            .map(|(series, _)| EDGE.map(|label| series.labels.get(label).cloned().unwrap_or_default()))
+            .collect()
     }
 
     fn replicas(&self) -> BTreeSet<(String, String)> {

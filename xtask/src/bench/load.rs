@@ -84,7 +84,7 @@ pub(super) fn lines(page: &str) -> usize {
 }
 
 /// The bundled pipeline finds its Python in `target/venv`.
-fn prepare() -> Result<()> {
+pub(super) fn prepare() -> Result<()> {
     ensure!(
         setup::is_root(),
         "the agent loads BPF programs: run this task as root"
