@@ -1,6 +1,6 @@
 //! Puts segments of shared memory together from the steps of the threads that make and take them.
 
-use std::collections::{HashMap, hash_map::Entry};
+use std::collections::HashMap;
 
 use omnitap_ebpf::{ShmHeader, ShmStep};
 use rustc_hash::FxBuildHasher;
@@ -20,7 +20,7 @@ const OTHERS: [&str; 5] = ["psm_", "wnsm_", "torch_", "sem.", "__KMP"];
 pub(super) enum Dropped {
     /// The name is of other software's, no UTF-8, or longer than a file's.
     Foreign,
-    /// An end without its begin: that step was lost, or its name foreign.
+    /// An end without its begin: that step was lost.
     Unpaired,
 }
 
@@ -28,7 +28,8 @@ pub(super) enum Dropped {
 #[derive(Debug)]
 struct Pending {
     is_put: bool,
-    name: String,
+    /// `None`: the segment is of other software's, made or removed under a lock.
+    name: Option<String>,
     start_ns: u64,
     time_ns: u64,
 }
@@ -57,6 +58,7 @@ impl Threads {
                 start_ns,
                 ..
             } = self.pending.remove(&thread).ok_or(Dropped::Unpaired)?;
+            let name = name.ok_or(Dropped::Foreign)?;
             each(if is_put {
                 ShmEvent::Put {
                     pid,
@@ -92,31 +94,21 @@ impl Threads {
         if self.pending.len() >= MAX_THREADS && !self.pending.contains_key(&thread) {
             self.pending.clear();
         }
-        let old = match (self.pending.entry(thread), name) {
-            (Entry::Occupied(place), None) => Some(place.remove()),
-            (Entry::Vacant(_), None) => None,
-            (place, Some(name)) => {
-                let new = Pending {
-                    is_put: step == ShmStep::Create,
-                    name: name.to_owned(),
-                    start_ns: header.start_ns,
-                    time_ns,
-                };
-                match place {
-                    Entry::Occupied(mut place) => Some(place.insert(new)),
-                    Entry::Vacant(place) => {
-                        place.insert(new);
-                        None
-                    }
-                }
-            }
+        let new = Pending {
+            is_put: step == ShmStep::Create,
+            name: name.map(str::to_owned),
+            start_ns: header.start_ns,
+            time_ns,
         };
+        let old = self.pending.insert(thread, new);
         // The lock of a get that came to nothing was dropped by closing its file. What it removed is gone.
-        if let Some(old) = old.filter(|old| !old.is_put) {
+        if let Some(old) = old.filter(|old| !old.is_put)
+            && let Some(name) = &old.name
+        {
             each(ShmEvent::Unlinked {
                 pid,
                 tid,
-                name: &old.name,
+                name,
                 time_ns: old.time_ns,
             });
         }
@@ -288,10 +280,13 @@ mod tests {
             let taken = threads.step(step, &header(step, 11, 1, 1, 0), name, |e| panic!("{e:?}"));
             assert_eq!(taken, Err(Dropped::Foreign));
         }
-        let done = threads.step(ShmStep::Done, &header(ShmStep::Done, 11, 1, 1, 9), b"", |e| {
-            panic!("{e:?}");
-        });
-        assert_eq!(done, Err(Dropped::Unpaired));
+        // Its end is foreign too; what has no begin at all was lost.
+        for dropped in [Dropped::Foreign, Dropped::Unpaired] {
+            let done = threads.step(ShmStep::Done, &header(ShmStep::Done, 11, 1, 1, 9), b"", |e| {
+                panic!("{e:?}");
+            });
+            assert_eq!(done, Err(dropped));
+        }
     }
 
     #[test]

@@ -69,7 +69,11 @@ impl Segments {
                     file: File::open(path).ok(),
                     size: None,
                 });
-                if let Some(old) = segments.len().checked_sub(OPEN).and_then(|at| segments.get_mut(at)) {
+                if let Some(old) = segments
+                    .len()
+                    .checked_sub(OPEN)
+                    .and_then(|at| segments.get_mut(at))
+                {
                     old.settle();
                 }
             }
