@@ -11,6 +11,8 @@ use super::exposition::{Exposition, Family, Histogram, Kind, Labels, Value};
 const PART: f64 = 0.05;
 /// ... or by this much a sample, in seconds.
 const SECONDS: f64 = 0.020;
+/// More tokens than any prompt of the load has.
+const LONGEST_PROMPT: f64 = 300.0;
 /// What the differences of two decimal texts leave behind.
 const ROUNDING: f64 = 1e-6;
 
@@ -245,7 +247,8 @@ fn equal(a: f64, b: f64) -> bool {
 
 /// The table of differences that are meant: tab-separated case, family, parts, reason. `stale` as the parts is a
 /// gauge of which the server keeps an old value at rest, while the agent has 0; `given-up` are figures of which the
-/// agent has at most one more for each request that its client gave up.
+/// agent has at most one output more for each request that its client gave up, `given-up-prompt` at most one first
+/// output, with the prompt.
 #[derive(Debug)]
 pub(crate) struct Parity {
     rows: Vec<Row>,
@@ -257,13 +260,14 @@ struct Row {
     parts: Vec<Part>,
     /// The server may keep an old value at rest; the agent has 0 then.
     stale: bool,
-    /// The agent may have one more for each request that was given up.
-    given_up: bool,
+    /// How much more the agent may have for each request that was given up.
+    given_up: Option<f64>,
     reason: String,
 }
 
 impl Parity {
-    /// The rows of a case; several are separated by commas. `*` as the case is every case, as the family's end any end, as the parts all parts.
+    /// The rows of a case; several are separated by commas. `*` as the case is every case, as the family's end any
+    /// end, as the parts all parts.
     pub(crate) fn parse(text: &str, case: &str) -> Result<Self> {
         let mut rows = Vec::new();
         for (at, line) in text.lines().enumerate() {
@@ -277,10 +281,15 @@ impl Parity {
                 };
                 ensure!(is_ours(family), "{family} is no family of ours");
                 ensure!(!reason.trim().is_empty(), "no reason");
-                let (stale, given_up) = (parts == "stale", parts == "given-up");
+                let stale = parts == "stale";
+                let given_up = match parts {
+                    "given-up" => Some(1.0),
+                    "given-up-prompt" => Some(LONGEST_PROMPT),
+                    _ => None,
+                };
                 let parts = match parts {
                     "stale" => vec![Part::Child, Part::Value],
-                    "given-up" => vec![Part::Value, Part::Count, Part::Sum, Part::Bucket],
+                    "given-up" | "given-up-prompt" => vec![Part::Value, Part::Count, Part::Sum, Part::Bucket],
                     "*" => vec![Part::Child, Part::Value, Part::Count, Part::Sum, Part::Bucket],
                     parts => parts
                         .split(',')
@@ -330,7 +339,16 @@ impl Row {
         named
             && self.parts.contains(&deviation.part)
             && (!self.stale || is_zero(deviation.agent))
-            && (!self.given_up || (0.0..=f64::from(given_up)).contains(&more))
+            && self.given_up.is_none_or(|most| {
+                let requests = f64::from(given_up);
+                // A sample that is larger by a prompt is missing in a bucket.
+                let least = if deviation.part == Part::Bucket {
+                    -requests
+                } else {
+                    0.0
+                };
+                (least..=requests * most).contains(&more)
+            })
     }
 }
 
@@ -464,6 +482,32 @@ mod tests {
         assert_eq!(report.unused, ["vllm:gone"]);
         let elsewhere = compare(&server, &agent, &Parity::parse(table, "vllm").unwrap(), 0);
         assert_eq!(elsewhere.unexplained().count(), 2);
+    }
+
+    #[rstest]
+    #[case::one_prompt("given-up-prompt", 870, 1, 0)]
+    #[case::longer_than_any_prompt("given-up-prompt", 901, 1, 1)]
+    #[case::two_prompts_of_two_requests("given-up-prompt", 1140, 2, 0)]
+    #[case::nobody_gave_up("given-up-prompt", 870, 0, 1)]
+    #[case::a_prompt_is_no_single_output("given-up", 870, 1, 1)]
+    #[case::one_output("given-up", 601, 1, 0)]
+    #[case::never_less("given-up-prompt", 599, 1, 1)]
+    fn what_a_request_that_was_given_up_may_add(
+        #[case] kind: &str,
+        #[case] agent: u32,
+        #[case] given_up: u32,
+        #[case] unexplained: usize,
+    ) {
+        let table = Parity::parse(&format!("*\tvllm:tokens_total\t{kind}\tforgotten"), "vllm").unwrap();
+        let page = |value: u32| {
+            page(
+                "counter",
+                "vllm:tokens_total",
+                &format!("vllm:tokens_total {value}"),
+            )
+        };
+        let report = compare(&page(600), &page(agent), &table, given_up);
+        assert_eq!(report.unexplained().count(), unexplained);
     }
 
     #[rstest]
