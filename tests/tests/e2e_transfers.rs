@@ -48,7 +48,9 @@ fn scenario(phases: &Value) -> Value {
 
 /// Requests that hand payloads on, one with each token.
 fn requests(repeat: u32, every: f64, payloads: &[Value]) -> Value {
-    let chunks: Vec<Value> = payloads.iter().map(|_| json!({"frames": 240})).collect();
+    // A second each: a player never waits for one that a delayed payload holds up for some 100 ms, which is the
+    // bound of what counts as continuous.
+    let chunks: Vec<Value> = payloads.iter().map(|_| json!({"frames": 24_000})).collect();
     json!({"repeat": repeat, "every": every, "stages": [
         {"tokens": payloads.len(), "finish": "stop", "payloads": payloads},
         {"chunks": chunks, "finish": "stop"}
