@@ -4,7 +4,6 @@ Puts run in one thread and gets in another, as in vLLM-Omni; the receiver polls 
 call took by this process's own clock is written down for who compares (`Times`).
 """
 
-import contextlib
 import fcntl
 import json
 import os
@@ -16,16 +15,11 @@ from multiprocessing import shared_memory
 from typing import Any, TextIO
 
 import scenario as sc
+import shm
 
-FOLDER = "/dev/shm"
 POLL = 0.001
 # A sender that was held up puts faster until it is back at its pace, but for no more than this many seconds.
 CATCH_UP = 0.02
-
-
-def lock_file(key: str) -> str:
-    """Where the lock of a key is."""
-    return f"{FOLDER}/shm_{key}_lockfile.lock"
 
 
 class Times:
@@ -84,7 +78,7 @@ class Connector:
         while True:
             key, payload = self._jobs.get()
             if payload is None:
-                clean_up(key)
+                shm.clean_up(key)
                 continue
             now = time.monotonic()
             due = max(due + payload.every, now - CATCH_UP)
@@ -93,20 +87,11 @@ class Connector:
                 make_foreign()
             self._put(key, payload)
             if not payload.taken:
-                clean_up(key)
+                shm.clean_up(key)
 
     def _put(self, key: str, payload: sc.Payload) -> None:
-        data = bytes(payload.bytes)
-        with open(lock_file(key), "wb+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            start = time.monotonic_ns()
-            segment = shared_memory.SharedMemory(create=True, size=len(data), name=key)
-            segment.buf[: len(data)] = data
-            time.sleep(payload.put_delay)
-            segment.close()
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            done = time.monotonic_ns()
-        self._times.add("put", key, len(data), start, done)
+        start, done = shm.put(key, payload.bytes, payload.put_delay)
+        self._times.add("put", key, payload.bytes, start, done)
 
     def _load(self) -> None:
         while True:
@@ -125,54 +110,19 @@ class Connector:
                 time.sleep(POLL)
 
     def _get(self, key: str, payload: sc.Payload) -> bool:
-        start = time.monotonic_ns()
-        try:
-            first = shared_memory.SharedMemory(name=key)
-        except (FileNotFoundError, ValueError):
-            # Not there, or made and not sized yet.
-            return False
-        try:
-            with open(lock_file(key), "rb+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                segment = shared_memory.SharedMemory(name=key)
-                data = bytes(segment.buf)
-                time.sleep(payload.get_delay)
-                segment.close()
-                segment.unlink()
-                fcntl.flock(lock, fcntl.LOCK_UN)
-                done = time.monotonic_ns()
-            self._times.add("get", key, len(data), start, done)
-            os.remove(lock_file(key))
-            return True
-        except (BlockingIOError, FileNotFoundError):
-            # The sender is not done, or has removed it.
-            return False
-        finally:
-            first.close()
-
-
-def clean_up(key: str) -> None:
-    """Removes the segment and the lock file of a key, where they are still there."""
-    try:
-        segment = shared_memory.SharedMemory(name=key)
-        segment.close()
-        segment.unlink()
-    except FileNotFoundError:
-        pass
-    except ValueError:
-        # Its maker was killed before it had a size: it can't be mapped.
-        os.remove(f"{FOLDER}/{key}")
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(lock_file(key))
+        taken = shm.get(key, payload.get_delay)
+        if taken is not None:
+            self._times.add("get", key, *taken)
+        return taken is not None
 
 
 def clean_up_all(request_ids: list[str]) -> None:
     """Removes what killed processes left behind for these requests."""
     known = tuple(request_ids)
-    for name in os.listdir(FOLDER):
+    for name in os.listdir(shm.FOLDER):
         key = name.removeprefix("shm_").removesuffix("_lockfile.lock")
         if known and key.startswith(known):
-            clean_up(key)
+            shm.clean_up(key)
 
 
 def make_foreign() -> None:
@@ -183,7 +133,7 @@ def make_foreign() -> None:
         segment.close()
         segment.unlink()
     # With a lock held, too.
-    path = f"{FOLDER}/shm_other_{number}.lock"
+    path = f"{shm.FOLDER}/shm_other_{number}.lock"
     with open(path, "wb+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for name in (f"torch_{number}_2", f"cache-of-{number}"):
