@@ -68,24 +68,55 @@ pub(crate) fn content(frame: usize, range: std::ops::Range<usize>) -> Vec<u8> {
         .collect()
 }
 
-/// A process that calls `zmq_msg_send` of a real libzmq when told.
-pub(crate) struct Sender {
+/// A C program that does what it is told, line by line.
+struct Driven {
     child: Child,
     answers: BufReader<std::process::ChildStdout>,
 }
 
-impl Sender {
-    /// Starts it: `OMNITAP_SENDER` where that is set, else sender.c built with `cc` and Debian's libzmq3-dev.
-    pub(crate) fn start(args: &[&str]) -> Self {
-        let program = std::env::var_os("OMNITAP_SENDER").map_or_else(build_sender, PathBuf::from);
-        let mut child = Command::new(&program)
+impl Driven {
+    fn start(program: &Path, args: &[&str]) -> Self {
+        let mut child = Command::new(program)
             .args(args)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap_or_else(|e| panic!("cannot start {}: {e}", program.display()));
         let answers = BufReader::new(child.stdout.take().unwrap());
-        let sender = Self { child, answers };
+        Self { child, answers }
+    }
+
+    fn tell(&mut self, text: &str) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{text}").unwrap();
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.answers.read_line(&mut line).unwrap();
+        line.trim_end().to_owned()
+    }
+
+    /// Tells it something that it answers with a number of nanoseconds.
+    fn time(&mut self, order: &str) -> u64 {
+        self.tell(order);
+        self.line().parse().unwrap()
+    }
+
+    fn finish(mut self) {
+        drop(self.child.stdin.take());
+        let status = self.child.wait().unwrap();
+        assert!(status.success(), "the process ended with {status}");
+    }
+}
+
+/// A process that calls `zmq_msg_send` of a real libzmq when told.
+pub(crate) struct Sender(Driven);
+
+impl Sender {
+    /// Starts it: `OMNITAP_SENDER` where that is set, else sender.c built with `cc` and Debian's libzmq3-dev.
+    pub(crate) fn start(args: &[&str]) -> Self {
+        let program = std::env::var_os("OMNITAP_SENDER").map_or_else(build_sender, PathBuf::from);
+        let sender = Self(Driven::start(&program, args));
         let start = Instant::now();
         while library(sender.pid()).is_none() {
             assert!(
@@ -98,7 +129,7 @@ impl Sender {
     }
 
     pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
+        self.0.child.id()
     }
 
     /// The libzmq that it has mapped.
@@ -114,27 +145,17 @@ impl Sender {
         for p in plan {
             writeln!(text, "{} {} {} {}", p.socket, p.kind, p.size, u32::from(p.more)).unwrap();
         }
-        self.child
-            .stdin
-            .as_mut()
-            .unwrap()
-            .write_all(text.as_bytes())
-            .unwrap();
+        self.0.tell(text.trim_end());
     }
 
     /// Ends it after all that it was told.
-    pub(crate) fn finish(mut self) {
-        drop(self.child.stdin.take());
-        let status = self.child.wait().unwrap();
-        assert!(status.success(), "the sender ended with {status}");
+    pub(crate) fn finish(self) {
+        self.0.finish();
     }
 
     /// Nanoseconds that a number of calls took (a `bench` sender).
     pub(crate) fn time(&mut self, calls: u64) -> u64 {
-        writeln!(self.child.stdin.as_mut().unwrap(), "{calls}").unwrap();
-        let mut line = String::new();
-        self.answers.read_line(&mut line).unwrap();
-        line.trim().parse().unwrap()
+        self.0.time(&calls.to_string())
     }
 }
 
@@ -172,41 +193,30 @@ pub(crate) struct Done {
 }
 
 /// A process that hands segments of shared memory on when told.
-pub(crate) struct Segments {
-    child: Child,
-    answers: BufReader<std::process::ChildStdout>,
-}
+pub(crate) struct Segments(Driven);
 
 impl Segments {
     /// Starts it: `OMNITAP_SEGMENTS` where that is set, else segments.c built with `cc`.
     pub(crate) fn start() -> Self {
         let program = std::env::var_os("OMNITAP_SEGMENTS")
             .map_or_else(|| build("segments", &["-lrt", "-pthread"], "gcc"), PathBuf::from);
-        let mut child = Command::new(&program)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap_or_else(|e| panic!("cannot start {}: {e}", program.display()));
-        let answers = BufReader::new(child.stdout.take().unwrap());
-        let mut segments = Self { child, answers };
+        let mut segments = Self(Driven::start(&program, &[]));
         // Its libraries are there once it answers.
         segments.order("poll not_there 1");
         segments
     }
 
     pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
+        self.0.child.id()
     }
 
     /// Gives an order without waiting for the answer.
     pub(crate) fn tell(&mut self, order: &str) {
-        writeln!(self.child.stdin.as_mut().unwrap(), "{order}").unwrap();
+        self.0.tell(order);
     }
 
     pub(crate) fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.answers.read_line(&mut line).unwrap();
-        line.trim_end().to_owned()
+        self.0.line()
     }
 
     /// Gives an order; `None`: there was nothing to get.
@@ -226,15 +236,12 @@ impl Segments {
 
     /// Nanoseconds that an order took.
     pub(crate) fn time(&mut self, order: &str) -> u64 {
-        self.tell(order);
-        self.line().parse().unwrap()
+        self.0.time(order)
     }
 
     /// Ends it after all that it was told.
-    pub(crate) fn finish(mut self) {
-        drop(self.child.stdin.take());
-        let status = self.child.wait().unwrap();
-        assert!(status.success(), "the process ended with {status}");
+    pub(crate) fn finish(self) {
+        self.0.finish();
     }
 }
 
