@@ -73,17 +73,14 @@ const MAX_CLAIM: usize = 64;
 /// Decodes a control message. `None`: the frame is none, by its first bytes.
 #[must_use]
 pub fn control(payload: Payload<'_>) -> Option<Result<Seen<Control<'_>>, WireError>> {
-    let whole = |message| {
-        Some(Ok(Seen {
-            message,
-            is_partial: false,
-        }))
+    let word = match payload.head {
+        b"trans_done" => Some(Control::Done { written: true }),
+        b"trans_error" => Some(Control::Done { written: false }),
+        b"info_not_found" | b"nixl_ack" | b"nixl_meta_not_found" => Some(Control::Nothing),
+        _ => None,
     };
-    match payload.head {
-        b"trans_done" => return whole(Control::Done { written: true }),
-        b"trans_error" => return whole(Control::Done { written: false }),
-        b"info_not_found" | b"nixl_ack" | b"nixl_meta_not_found" => return whole(Control::Nothing),
-        _ => {}
+    if let Some(message) = word {
+        return Some(Ok(whole(message)));
     }
     let behind = |prefix: &[u8]| {
         let head = payload.head.strip_prefix(prefix)?;
@@ -115,10 +112,14 @@ pub fn control(payload: Payload<'_>) -> Option<Result<Seen<Control<'_>>, WireErr
     } else {
         return map(payload);
     };
-    Some(fields.map(|message| Seen {
+    Some(fields.map(whole))
+}
+
+fn whole(message: Control<'_>) -> Seen<Control<'_>> {
+    Seen {
         message,
         is_partial: false,
-    }))
+    }
 }
 
 /// A message that is a map alone: known by its number of pairs and its first key.
@@ -128,15 +129,11 @@ fn map(payload: Payload<'_>) -> Option<Result<Seen<Control<'_>>, WireError>> {
     match (count, first) {
         (3, b"request_id") => Some(Fields::read(payload.reader()).and_then(|fields| {
             let (key, size) = (fields.key()?, fields.size("data_size")?);
-            let message = Control::Info { key, size };
-            let is_partial = false;
-            Ok(Seen { message, is_partial })
+            Ok(whole(Control::Info { key, size }))
         })),
         (5, b"remote_hostname" | b"request_id") => Some(Fields::read(payload.reader()).and_then(|fields| {
             let (key, size) = (fields.key()?, fields.size("length")?);
-            let message = Control::Pull { key, size };
-            let is_partial = false;
-            Ok(Seen { message, is_partial })
+            Ok(whole(Control::Pull { key, size }))
         })),
         (_, b"schema_version") => Some(offer(payload)),
         _ => None,
@@ -146,15 +143,7 @@ fn map(payload: Payload<'_>) -> Option<Result<Seen<Control<'_>>, WireError>> {
 /// NIXL's descriptors are of any length: the size and the attempt stand behind them.
 fn offer(payload: Payload<'_>) -> Result<Seen<Control<'_>>, WireError> {
     let error = match Fields::read(payload.reader()) {
-        Ok(fields) => {
-            return Ok(Seen {
-                message: Control::Offer {
-                    claim: fields.claim()?,
-                    size: fields.size,
-                },
-                is_partial: false,
-            });
-        }
+        Ok(fields) => return fields.offer(),
         Err(error) => error,
     };
     if !matches!(error, WireError::Msgpack(error) if error.is_truncated()) {
@@ -166,17 +155,8 @@ fn offer(payload: Payload<'_>) -> Result<Seen<Control<'_>>, WireError> {
     while reader.left() > 0 {
         fields.pair(&mut reader)?;
     }
-    match fields.claim() {
-        Ok(claim) => Ok(Seen {
-            message: Control::Offer {
-                claim,
-                size: fields.size,
-            },
-            is_partial: false,
-        }),
-        // Not in the tail: it is the head that is cut.
-        Err(_) => Err(error),
-    }
+    // Not in the tail: it is the head that is cut.
+    fields.offer().map_err(|_| error)
 }
 
 /// Where the last pairs of an offer start in a frame's tail: at the last `size` from which on everything parses as
@@ -244,6 +224,11 @@ impl<'a> Fields<'a> {
 
     fn claim(&self) -> Result<&'a str, WireError> {
         sized(self.claim, MAX_CLAIM, "claim_id")
+    }
+
+    fn offer(&self) -> Result<Seen<Control<'a>>, WireError> {
+        let (claim, size) = (self.claim()?, self.size);
+        Ok(whole(Control::Offer { claim, size }))
     }
 
     fn size(&self, what: &'static str) -> Result<u64, WireError> {
