@@ -30,7 +30,8 @@ use crate::{
         scan::{Host, Settings as HostSettings},
     },
     metrics::{catalogue::Family, own::Own},
-    observer::{Observer, ShmTaken, Taken},
+    observer::{Observer, Taken},
+    pipeline::transfers::ShmTaken,
     record::{Entry, Item, OwnedFrame, OwnedShm, RecordError},
     serve::{Status, TapState},
     tap::{
@@ -523,16 +524,13 @@ impl Discovery {
                     warn!(pid, error = %source, "the kernel won't tell of its forks and its end: scans will");
                 }
                 self.roles.insert(process.key, (process.role, process.pipeline));
-                attach.push(if process.role.is_tapped() {
-                    Attach::On(process.key, ProbeSet::Frames)
-                } else {
-                    Attach::Off(process.key, ProbeSet::Frames)
-                });
-                attach.push(if self.has_connector(process.role, process.pipeline) {
-                    Attach::On(process.key, ProbeSet::Shm)
-                } else {
-                    Attach::Off(process.key, ProbeSet::Shm)
-                });
+                attach.extend(ProbeSet::ALL.map(|set| {
+                    if self.belongs(set, process.role, process.pipeline) {
+                        Attach::On(process.key, set)
+                    } else {
+                        Attach::Off(process.key, set)
+                    }
+                }));
             }
             Change::ProcessGone(key) => {
                 info!(pid = key.pid, "process has ended");
@@ -557,7 +555,7 @@ impl Discovery {
                 let members = self
                     .roles
                     .iter()
-                    .filter(|(_, (role, of))| of == id && self.has_connector(*role, *of));
+                    .filter(|(_, (role, of))| of == id && self.belongs(ProbeSet::Shm, *role, *of));
                 attach.extend(members.map(|(key, _)| Attach::On(*key, ProbeSet::Shm)));
                 self.status
                     .set_pipelines(self.pipelines.values().cloned().collect());
@@ -576,13 +574,17 @@ impl Discovery {
         }
     }
 
-    /// Whether a process may hand outputs on through shared memory.
-    fn has_connector(&self, role: Role, pipeline: PipelineId) -> bool {
-        let is_omni = self
-            .pipelines
-            .get(&pipeline)
-            .is_some_and(|pipeline| pipeline.flavor == Flavor::Omni);
-        is_omni && role.has_connector()
+    /// Whether a process of this role and pipeline gets these probes.
+    fn belongs(&self, set: ProbeSet, role: Role, pipeline: PipelineId) -> bool {
+        let is_omni = || {
+            self.pipelines
+                .get(&pipeline)
+                .is_some_and(|pipeline| pipeline.flavor == Flavor::Omni)
+        };
+        match set {
+            ProbeSet::Frames => role.is_tapped(),
+            ProbeSet::Shm => role.has_connector() && is_omni(),
+        }
     }
 }
 

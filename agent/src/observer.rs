@@ -16,11 +16,11 @@ use crate::{
     pipeline::{
         sink::Sink,
         tracker::{Limits as TrackerLimits, Tracker},
+        transfers::ShmTaken,
     },
     record::{Entry, Item, OwnedFrame},
     wire::{
         assemble::{Content, Decoder, FrameResult, FrameType},
-        connector::Key,
         frame::Frame,
         message::Message,
         shm::ShmEvent,
@@ -36,17 +36,6 @@ pub enum Taken {
     /// The frame's sender is known, and the frame is this.
     Known(FrameType),
     /// The frame's sender is not a watched process: its change may still be on its way. Nothing was done.
-    Unknown,
-}
-
-/// Whether an event of shared memory could be taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ShmTaken {
-    /// It is part of a transfer, or its pipeline has none.
-    Known,
-    /// No connector's segment.
-    Foreign,
-    /// Its process is not watched: its change may still be on its way. Nothing was done.
     Unknown,
 }
 
@@ -75,8 +64,6 @@ struct Watched {
     unknown_layout: bool,
     /// Label values of its `omnitap_pipeline_info`.
     info: Option<[String; 7]>,
-    /// A transfer between its stages was observed.
-    has_transfers: bool,
     /// What `omnitap_source_state` says: whether frames, statistics and transfers come.
     state: Option<[bool; 3]>,
 }
@@ -205,14 +192,7 @@ impl Observer {
 
     /// Takes what a process did with a shared-memory segment.
     pub fn shm(&mut self, event: &ShmEvent<'_>) -> ShmTaken {
-        if Key::of_segment(event.name()).is_none() {
-            return ShmTaken::Foreign;
-        }
-        if self.tracker.shm(event, &mut self.registry) {
-            ShmTaken::Known
-        } else {
-            ShmTaken::Unknown
-        }
+        self.tracker.shm(event, &mut self.registry)
     }
 
     /// A connector's event whose process stayed unknown: counted, nothing else.
@@ -297,8 +277,7 @@ impl Observer {
                 .set(Family::OmnitapReplicas, &label, to_f64(replicas.len()));
         }
         for (id, watched) in &mut self.pipelines {
-            watched.has_transfers = self.tracker.has_transfers(*id);
-            watched.show(*id, &self.own, now_ns);
+            watched.show(*id, &self.own, self.tracker.has_transfers(*id), now_ns);
         }
         let transfers = self.tracker.transfers();
         self.own
@@ -321,12 +300,12 @@ impl Watched {
             frame_ns: None,
             unknown_layout: false,
             info: None,
-            has_transfers: false,
             state: None,
         }
     }
 
-    fn show(&mut self, id: PipelineId, own: &Own, now_ns: u64) {
+    /// `has_transfers`: a transfer between its stages was observed.
+    fn show(&mut self, id: PipelineId, own: &Own, has_transfers: bool, now_ns: u64) {
         let Pipeline {
             flavor,
             model,
@@ -364,7 +343,7 @@ impl Watched {
         let has_stats = self
             .stats_ns
             .is_some_and(|at| now_ns.saturating_sub(at) <= STATS_AGE_NS);
-        let state = [has_frames, has_stats, self.has_transfers];
+        let state = [has_frames, has_stats, has_transfers];
         if self.state.replace(state) == Some(state) {
             return;
         }
@@ -378,7 +357,7 @@ impl Watched {
             let is_served = match (row.source, row.needs) {
                 (Source::Wire, Needs::Nothing) => has_frames,
                 (Source::Wire, Needs::LogStats | Needs::Feature) => has_stats,
-                (Source::Transfer, _) => self.has_transfers,
+                (Source::Transfer, _) => has_transfers,
                 _ => continue,
             };
             let value = f64::from(u8::from(is_served));

@@ -7,8 +7,11 @@ use std::time::Duration;
 use omnitap::{
     host::identity::{Change, Flavor, PipelineId, Process, Role},
     metrics::{catalogue::Family, registry::Limits as RegistryLimits, text::Format},
-    observer::{Observer, ShmTaken},
-    pipeline::{tracker::Limits, transfers::TransferCounts},
+    observer::Observer,
+    pipeline::{
+        tracker::Limits,
+        transfers::{ShmTaken, TransferCounts},
+    },
     record::{Entry, Item, OwnedShm},
     wire::{control::Control, shm::ShmEvent},
 };

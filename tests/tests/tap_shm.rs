@@ -65,8 +65,8 @@ fn every_hop_with_its_size() {
     let (tap, mut reader) = load(&Settings::default());
     let (mut from, mut to) = (segments(), segments());
     let attached = [
-        tap.attach_shm(from.key()).unwrap(),
-        tap.attach_shm(to.key()).unwrap(),
+        tap.attach_set(from.key(), ProbeSet::Shm).unwrap(),
+        tap.attach_set(to.key(), ProbeSet::Shm).unwrap(),
     ];
     for probes in attached.each_ref().map(Attached::probes) {
         assert!(probes.len() >= 4, "{probes:?}");
@@ -118,7 +118,7 @@ fn what_is_not_taken_and_what_is_not_ours() {
     }
     let (tap, mut reader) = load(&Settings::default());
     let mut process = segments();
-    let _attached = tap.attach_shm(process.key()).unwrap();
+    let _attached = tap.attach_set(process.key(), ProbeSet::Shm).unwrap();
     let key = key("kept");
     put(&mut process, &key, 10);
     put(&mut process, &key, 20);
@@ -157,8 +157,8 @@ fn probes_of_both_sets_come_and_go_by_themselves() {
         matches!(no_zmq, Err(AttachError::NoFunction(ProbeSet::Frames))),
         "{no_zmq:?}"
     );
-    let attached = tap.attach_shm(process.key()).unwrap();
-    let again = tap.attach_shm(process.key());
+    let attached = tap.attach_set(process.key(), ProbeSet::Shm).unwrap();
+    let again = tap.attach_set(process.key(), ProbeSet::Shm);
     assert!(matches!(again, Err(AttachError::Already)), "{again:?}");
     let stats = tap.stats();
     assert_eq!(stats.processes, 1);

@@ -8,11 +8,11 @@ use super::{
     places::Places,
     sink::Sink,
     state::{Environment, Kind, PipelineState},
-    transfers::{TransferCounts, Transfers},
+    transfers::{ShmTaken, TransferCounts, Transfers},
 };
 use crate::{
     host::identity::{Change, Pipeline, PipelineId, Process, ProcessKey},
-    wire::{message::Message, shm::ShmEvent},
+    wire::{connector::Key, message::Message, shm::ShmEvent},
 };
 
 /// Times and caps of the state machines.
@@ -131,15 +131,17 @@ impl Tracker {
         self.transfers.has_hops(pipeline)
     }
 
-    /// A process did something with a shared-memory segment. Segments of other programs than connectors count as
-    /// nothing. `false`: the process, or its pipeline, is not known (yet), and nothing was done.
-    pub fn shm<S: Sink + ?Sized>(&mut self, event: &ShmEvent<'_>, sink: &mut S) -> bool {
+    /// A process did something with a shared-memory segment.
+    pub fn shm<S: Sink + ?Sized>(&mut self, event: &ShmEvent<'_>, sink: &mut S) -> ShmTaken {
+        let Some(key) = Key::of_segment(event.name()) else {
+            return ShmTaken::Foreign;
+        };
         let places = Places(&self.processes);
         let Some(place) = places.of(event.pid()) else {
-            return false;
+            return ShmTaken::Unknown;
         };
-        self.transfers.shm(event, place, places, &self.limits, sink);
-        true
+        self.transfers.shm(event, key, place, places, &self.limits, sink);
+        ShmTaken::Known
     }
 
     /// What runs here has changed.

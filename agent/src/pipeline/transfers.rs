@@ -21,6 +21,17 @@ use crate::{
     wire::{connector::Key, control::Control, shm::ShmEvent},
 };
 
+/// Whether an event of shared memory could be taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ShmTaken {
+    /// It is part of a transfer, or its pipeline has none.
+    Known,
+    /// No connector's segment.
+    Foreign,
+    /// Its process, or that one's pipeline, is not watched: the change may still be on its way. Nothing was done.
+    Unknown,
+}
+
 /// What is known of the transfers of all pipelines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TransferCounts {
@@ -78,18 +89,16 @@ impl Transfers {
         self.edges.pipeline(pipeline, sink);
     }
 
-    /// A process at `place` did something with a segment.
+    /// A process at `place` did something with the segment of this key.
     pub(super) fn shm<S: Sink + ?Sized>(
         &mut self,
         event: &ShmEvent<'_>,
+        key: Key<'_>,
         place: Place,
         places: Places<'_>,
         limits: &Limits,
         sink: &mut S,
     ) {
-        let Some(key) = Key::of_segment(event.name()) else {
-            return;
-        };
         if !self.edges.knows(place.pipeline) {
             return;
         }

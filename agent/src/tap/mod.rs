@@ -488,13 +488,8 @@ impl Tap {
         self.attach_set(key, ProbeSet::Frames)
     }
 
-    /// Probes one process for what it does with shared memory: from its return on, each put, get and removal
-    /// that begins then is in the ring. Blocks as [`Tap::attach`] does.
-    pub fn attach_shm(&self, key: ProcessKey) -> Result<Attached, AttachError> {
-        self.attach_set(key, ProbeSet::Shm)
-    }
-
-    /// [`Tap::attach`] or [`Tap::attach_shm`].
+    /// As [`Tap::attach`], with any set of probes. With [`ProbeSet::Shm`] each put, get and removal that begins
+    /// after its return is in the ring.
     pub fn attach_set(&self, key: ProcessKey, set: ProbeSet) -> Result<Attached, AttachError> {
         let start = Instant::now();
         let result = self.inner.attach(key, set);
@@ -715,7 +710,7 @@ impl Inner {
 
     /// Stops the capture of a process at once, before its probes are off.
     fn forget(&self, pid: u32, set: ProbeSet) {
-        // The key is missing where the kernel's map was full: nothing to undo.
+        // Fails for a pid beyond the table alone, which never came in: nothing to undo.
         let _ = self.watched.lock().change(pid, 0, set.flag());
     }
 }

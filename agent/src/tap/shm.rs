@@ -5,12 +5,10 @@ use std::collections::HashMap;
 use omnitap_ebpf::{ShmHeader, ShmStep};
 use rustc_hash::FxBuildHasher;
 
-use crate::wire::shm::ShmEvent;
+use crate::wire::{connector::MAX_SEGMENT_NAME, shm::ShmEvent};
 
 /// Threads with a put or get under way; beyond it all are forgotten, so that a transfer is lost and counted.
 const MAX_THREADS: usize = 4096;
-/// Longest name of a file.
-const NAME_MAX: usize = 255;
 /// How names of segments begin that other software makes: Python's unnamed segments (on Windows, too), `PyTorch`,
 /// semaphores, OpenMP.
 const OTHERS: [&str; 5] = ["psm_", "wnsm_", "torch_", "sem.", "__KMP"];
@@ -124,8 +122,9 @@ impl Threads {
 /// A name without its slash, if it may be a transfer's.
 fn own_name(name: &[u8]) -> Option<&str> {
     let name = std::str::from_utf8(name.strip_prefix(b"/").unwrap_or(name)).ok()?;
-    let is_own =
-        !name.is_empty() && name.len() <= NAME_MAX && !OTHERS.iter().any(|other| name.starts_with(other));
+    let is_own = !name.is_empty()
+        && name.len() <= MAX_SEGMENT_NAME
+        && !OTHERS.iter().any(|other| name.starts_with(other));
     is_own.then_some(name)
 }
 
@@ -291,7 +290,7 @@ mod tests {
 
     #[test]
     fn the_longest_name_is_taken() {
-        let name = "n".repeat(NAME_MAX);
+        let name = "n".repeat(MAX_SEGMENT_NAME);
         assert_eq!(own_name(format!("/{name}").as_bytes()), Some(&*name));
     }
 

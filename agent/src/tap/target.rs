@@ -105,11 +105,15 @@ impl ProbeSet {
 /// Whether a file is named as glibc's: `libc.so.6` or `libc-2.31.so`, and before 2.34 `librt.so.1` or
 /// `librt-2.31.so`, where `shm_open` and `shm_unlink` are then.
 fn is_libc(path: &[u8]) -> bool {
-    let name = path.rsplit(|&b| b == b'/').next().unwrap_or(path);
+    let name = file_name(path);
     // It may have been replaced by an upgrade since.
     let name = name.strip_suffix(b" (deleted)").unwrap_or(name);
     matches!(name, b"libc.so.6" | b"librt.so.1")
         || name.ends_with(b".so") && (name.starts_with(b"libc-2.") || name.starts_with(b"librt-2."))
+}
+
+fn file_name(path: &[u8]) -> &[u8] {
+    path.rsplit(|&b| b == b'/').next().unwrap_or(path)
 }
 
 /// Where to probe in a file.
@@ -153,8 +157,7 @@ enum Rank {
 impl Rank {
     fn of(path: &[u8], executable: &[u8]) -> Self {
         let contains = |text: &[u8]| text.windows(3).any(|w| w == b"zmq");
-        let name = path.rsplit(|&b| b == b'/').next().unwrap_or(path);
-        if contains(name) {
+        if contains(file_name(path)) {
             Self::Named
         } else if contains(path) {
             Self::Beside

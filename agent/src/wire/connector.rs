@@ -1,7 +1,7 @@
 //! Keys under which vLLM-Omni's connectors move payloads between stages (docs/wire.md section "Connectors").
 
 /// Longest name of a shared-memory segment (`NAME_MAX` of Linux), in bytes.
-const MAX_SEGMENT_NAME: usize = 255;
+pub(crate) const MAX_SEGMENT_NAME: usize = 255;
 /// Longest key that is looked at, in bytes: a request id with whatever stands around it.
 pub const MAX_KEY: usize = 512;
 /// Highest stage number that is taken for one. What other programs end their names with are process ids.

@@ -15,6 +15,7 @@ use omnitap::{
     pipeline::{
         sink::{ExtraId, Scope, ScopeId, Sink},
         tracker::{Limits, Tracker},
+        transfers::ShmTaken,
     },
     wire::{
         control::Control,
@@ -288,7 +289,7 @@ impl Play {
             start_ns: start_ms * MS,
             done_ns: done_ms * MS,
         };
-        self.tracker.shm(&put, &mut self.sink)
+        self.tracker.shm(&put, &mut self.sink) != ShmTaken::Unknown
     }
 
     /// `pid` took a segment.
@@ -300,7 +301,7 @@ impl Play {
             start_ns: start_ms * MS,
             done_ns: done_ms * MS,
         };
-        self.tracker.shm(&get, &mut self.sink)
+        self.tracker.shm(&get, &mut self.sink) != ShmTaken::Unknown
     }
 
     pub fn unlink(&mut self, pid: u32, name: &str, at_ms: u64) {
