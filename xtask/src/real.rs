@@ -13,6 +13,7 @@ use std::{
     fs,
     net::TcpListener,
     path::{Path, PathBuf},
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -96,8 +97,20 @@ pub(crate) struct Server {
 impl Server {
     /// Starts a server and waits until it has answered a first round of requests.
     pub(crate) fn start(kit: &Kit, kind: Kind, log: &Path) -> Result<Self> {
+        Self::start_with(kit, kind, log, |_| ())
+    }
+
+    /// `change` has the last word on the server's command.
+    pub(crate) fn start_with(
+        kit: &Kit,
+        kind: Kind,
+        log: &Path,
+        change: impl FnOnce(&mut Command),
+    ) -> Result<Self> {
         let port = free_port()?;
-        let mut process = Process::start("the server", &kit.serve(kind, port), log)?;
+        let mut command = kit.serve(kind, port);
+        change(&mut command);
+        let mut process = Process::start("the server", &command, log)?;
         let url = format!("http://127.0.0.1:{port}/health");
         let took = process
             .wait_until("its first answer", START, Duration::from_millis(500), || {
