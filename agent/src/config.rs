@@ -29,6 +29,7 @@ use serde_saphyr::{Location, Spanned};
 
 use self::values::Value;
 pub use self::values::{ListenAddress, LogFormat, LogLevel, ModelName, Size};
+use crate::metrics::merge::{FamilyOrder, Order};
 
 /// Why there is no effective configuration.
 #[derive(Debug, thiserror::Error)]
@@ -197,6 +198,13 @@ settings! {
     model_names: Vec<ModelName> = "host.model-name", [];
     /// How long a request that left its stage waits for a next one before it counts as complete.
     grace: Duration = "pipeline.grace-time", ["2s"], "0s"..="10m";
+    /// Which source serves a family when several have it, the first of those that give samples: `stat_socket` (events
+    /// that the orchestrator pushes), `tap` (what the agent sees by itself), `engine` (the engine's own `/metrics`). One
+    /// that is left out serves nothing.
+    precedence: Order = "sources.precedence", ["stat_socket>tap>engine"];
+    /// Other orders for some families, as `FAMILY=ORDER`, the first match counts. A name may end in `*`:
+    /// `vllm_omni:transfer_*=tap>engine`.
+    family_precedence: Vec<FamilyOrder> = "sources.family-precedence", [];
     /// How long counters and histograms stay on `/metrics` after their pipeline ended.
     retention: Duration = "metrics.retention", ["15m"], "0s"..="7d";
     /// Most sample lines of all pipelines together; new series beyond it are refused and counted.

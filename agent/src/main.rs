@@ -16,7 +16,7 @@ use omnitap::{
     config::{Config, Effective, Flags},
     host::scan::Settings as HostSettings,
     logging,
-    metrics::{catalogue, registry::Limits, text::Format},
+    metrics::{catalogue, merge::Merge, registry::Limits, text::Format},
     observer::Observer,
     pipeline::tracker::Limits as TrackerLimits,
     record::{Entries, Entry, Writer},
@@ -117,12 +117,13 @@ fn observer(config: &Config) -> Observer {
         retention: config.retention,
     };
     let next_stage_grace_ns = u64::try_from(config.grace.as_nanos()).unwrap_or(u64::MAX);
-    Observer::new(
+    Observer::with_sources(
         limits,
         TrackerLimits {
             next_stage_grace_ns,
             ..TrackerLimits::default()
         },
+        Merge::new(config.precedence, &config.family_precedence),
     )
 }
 

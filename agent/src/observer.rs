@@ -9,6 +9,7 @@ use crate::{
     host::identity::{Change, Flavor, Pipeline, PipelineId, Process, ProcessKey, Role},
     metrics::{
         catalogue::{Family, Needs, Source},
+        merge::{Feed, Merge, Merged, NoRequests},
         own::{Counter, Own},
         registry::{Limits, Registry},
         text::Exposition,
@@ -45,6 +46,7 @@ pub struct Observer {
     decoder: Decoder,
     tracker: Tracker,
     registry: Registry,
+    merge: Merge,
     own: Own,
     frames: Vec<Option<Counter>>,
     processes: HashMap<u32, Process>,
@@ -64,20 +66,27 @@ struct Watched {
     unknown_layout: bool,
     /// Label values of its `omnitap_pipeline_info`.
     info: Option<[String; 7]>,
-    /// What `omnitap_source_state` says: whether frames, statistics and transfers come.
-    state: Option<[bool; 3]>,
+    /// What `omnitap_source_state` says of each family.
+    states: Vec<Option<(Source, bool)>>,
 }
 
 impl Observer {
     /// An observer that has seen nothing.
     #[must_use]
     pub fn new(limits: Limits, tracker_limits: TrackerLimits) -> Self {
+        Self::with_sources(limits, tracker_limits, Merge::default())
+    }
+
+    /// As [`Self::new`], with another precedence of the sources.
+    #[must_use]
+    pub fn with_sources(limits: Limits, tracker_limits: TrackerLimits, merge: Merge) -> Self {
         let registry = Registry::new(limits);
         Self {
             decoder: Decoder::new(),
             tracker: Tracker::new(tracker_limits),
             own: registry.own(),
             registry,
+            merge,
             frames: vec![None; FrameType::ALL.len() * FrameResult::ALL.len()],
             processes: HashMap::new(),
             pipelines: BTreeMap::new(),
@@ -131,9 +140,11 @@ impl Observer {
             Change::ProcessGone(key) => self.forget(*key),
             Change::PipelineGone(_) => {}
         }
-        self.tracker.change(change, now_ns, &mut self.registry);
+        let (tracker, mut sink) = self.tap();
+        tracker.change(change, now_ns, &mut sink);
         if let Change::PipelineGone(id) = change {
             self.pipelines.remove(id);
+            self.merge.forget(*id);
             self.registry
                 .pipeline_ended(*id, self.origin + Duration::from_nanos(now_ns));
         }
@@ -179,20 +190,23 @@ impl Observer {
             }
         }
         if let Content::Message { message, .. } = &decoded.content {
-            self.tracker.message(
-                frame.pid,
-                frame.socket,
-                frame.time_ns,
-                message,
-                &mut self.registry,
-            );
+            let mut sink = Merged::new(&mut self.registry, &mut self.merge, Feed::Tap, &NoRequests);
+            self.tracker
+                .message(frame.pid, frame.socket, frame.time_ns, message, &mut sink);
         }
         Taken::Known(decoded.kind)
     }
 
     /// Takes what a process did with a shared-memory segment.
     pub fn shm(&mut self, event: &ShmEvent<'_>) -> ShmTaken {
-        self.tracker.shm(event, &mut self.registry)
+        let (tracker, mut sink) = self.tap();
+        tracker.shm(event, &mut sink)
+    }
+
+    /// The tap's state machines, and the registry as they have it.
+    fn tap(&mut self) -> (&mut Tracker, Merged<'_>) {
+        let sink = Merged::new(&mut self.registry, &mut self.merge, Feed::Tap, &NoRequests);
+        (&mut self.tracker, sink)
     }
 
     /// A connector's event whose process stayed unknown: counted, nothing else.
@@ -219,7 +233,9 @@ impl Observer {
 
     /// Time passes: grace times end, stale snapshots stop counting, ended series expire. Once a second is right.
     pub fn tick(&mut self, now_ns: u64) {
-        self.tracker.tick(now_ns, &mut self.registry);
+        self.merge.tick(now_ns);
+        let (tracker, mut sink) = self.tap();
+        tracker.tick(now_ns, &mut sink);
         self.registry.expire(self.origin + Duration::from_nanos(now_ns));
         self.show(now_ns);
     }
@@ -277,7 +293,13 @@ impl Observer {
                 .set(Family::OmnitapReplicas, &label, to_f64(replicas.len()));
         }
         for (id, watched) in &mut self.pipelines {
-            watched.show(*id, &self.own, self.tracker.has_transfers(*id), now_ns);
+            watched.show(
+                *id,
+                &self.own,
+                &self.merge,
+                self.tracker.has_transfers(*id),
+                now_ns,
+            );
         }
         let transfers = self.tracker.transfers();
         self.own
@@ -300,12 +322,12 @@ impl Watched {
             frame_ns: None,
             unknown_layout: false,
             info: None,
-            state: None,
+            states: vec![None; Family::COUNT],
         }
     }
 
     /// `has_transfers`: a transfer between its stages was observed.
-    fn show(&mut self, id: PipelineId, own: &Own, has_transfers: bool, now_ns: u64) {
+    fn show(&mut self, id: PipelineId, own: &Own, merge: &Merge, has_transfers: bool, now_ns: u64) {
         let Pipeline {
             flavor,
             model,
@@ -343,29 +365,34 @@ impl Watched {
         let has_stats = self
             .stats_ns
             .is_some_and(|at| now_ns.saturating_sub(at) <= STATS_AGE_NS);
-        let state = [has_frames, has_stats, has_transfers];
-        if self.state.replace(state) == Some(state) {
-            return;
-        }
         let pipeline = id.0.to_string();
-        for family in Family::ALL {
+        for (family, shown) in Family::ALL.iter().zip(&mut self.states) {
             let row = family.row();
             let applies = *flavor == Flavor::Omni || !row.name.starts_with("vllm_omni:");
             if !applies {
                 continue;
             }
-            let is_served = match (row.source, row.needs) {
-                (Source::Wire, Needs::Nothing) => has_frames,
-                (Source::Wire, Needs::LogStats | Needs::Feature) => has_stats,
-                (Source::Transfer, _) => has_transfers,
-                _ => continue,
+            let holder = merge.holder(id, *family);
+            let state = match (holder, row.source, row.needs) {
+                (Some(feed @ (Feed::StatSocket | Feed::Engine)), ..) => Some((feed.source(*family), true)),
+                (_, Source::Wire, Needs::Nothing) => Some((row.source, has_frames)),
+                (_, Source::Wire, Needs::LogStats | Needs::Feature) => Some((row.source, has_stats)),
+                (_, Source::Transfer, _) => Some((row.source, has_transfers)),
+                (Some(Feed::Tap), ..) => Some((Feed::Tap.source(*family), true)),
+                (None, ..) => None,
             };
-            let value = f64::from(u8::from(is_served));
-            own.set(
-                Family::OmnitapSourceState,
-                &[&pipeline, row.name, row.source.as_str()],
-                value,
-            );
+            if state == *shown {
+                continue;
+            }
+            let labels = |source: Source| [pipeline.as_str(), row.name, source.as_str()];
+            if let Some((old, _)) = shown.filter(|(old, _)| state.is_none_or(|(source, _)| source != *old)) {
+                own.remove(Family::OmnitapSourceState, &labels(old));
+            }
+            if let Some((source, is_served)) = state {
+                let value = f64::from(u8::from(is_served));
+                own.set(Family::OmnitapSourceState, &labels(source), value);
+            }
+            *shown = state;
         }
     }
 }

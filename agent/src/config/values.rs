@@ -7,6 +7,8 @@ use std::{
     time::Duration,
 };
 
+use crate::metrics::merge::{FamilyOrder, Order};
+
 /// A type of setting. The texts are one for each time that the setting was given.
 pub(super) trait Value: Sized {
     /// Placeholder in the usage text.
@@ -223,6 +225,14 @@ impl fmt::Display for ModelName {
 
 impl Single for ModelName {
     const NAME: &'static str = "PATTERN=NAME";
+}
+
+impl Single for Order {
+    const NAME: &'static str = "ORDER";
+}
+
+impl Single for FamilyOrder {
+    const NAME: &'static str = "FAMILY=ORDER";
 }
 
 /// The least severe level that is logged.

@@ -4,6 +4,7 @@
 //! (through [`own::Own`]), and any number of scrapes read (through [`text::Exposition`]).
 
 pub mod catalogue;
+pub mod merge;
 mod number;
 pub mod own;
 pub mod registry;

@@ -153,6 +153,28 @@ impl Registry {
         self.own.remove_pipeline(pipeline);
     }
 
+    /// The pipeline of a scope.
+    pub(super) fn pipeline_of(&self, scope: ScopeId) -> Option<PipelineId> {
+        self.scopes.get(&scope).map(|scope| scope.pipeline)
+    }
+
+    /// Removes a pipeline's part of a gauge; of other families nothing.
+    pub(super) fn drop_gauge(&mut self, pipeline: PipelineId, family: Family) {
+        if !matches!(family.row().kind, Kind::Gauge(_)) {
+            return;
+        }
+        let keys: Vec<Key> = self
+            .uses
+            .values()
+            .filter(|used| used.family == family)
+            .flat_map(|used| used.keys.iter().copied())
+            .filter(|key| self.pipeline_of(key.scope()) == Some(pipeline))
+            .collect();
+        for key in keys {
+            self.unbind(key);
+        }
+    }
+
     /// Removes what has outlived its retention. To be called every few seconds; cheap when there is nothing to do.
     pub fn expire(&mut self, now: Instant) {
         let over: Vec<PipelineId> = self

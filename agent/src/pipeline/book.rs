@@ -14,7 +14,10 @@ use rustc_hash::{FxBuildHasher, FxHashMap};
 use slab::Slab;
 
 use super::audio::AudioState;
-use crate::wire::message::{Add, FinishReason, OutputKind};
+use crate::{
+    metrics::merge::{Known, Mark},
+    wire::message::{Add, FinishReason, OutputKind},
+};
 
 /// "No lane", "no engine".
 pub(super) const NONE: u16 = u16::MAX;
@@ -206,6 +209,8 @@ pub(super) struct Request {
     pub(super) last_stage: u32,
     pub(super) reason: FinishReason,
     pub(super) audio: Option<Box<FinishedAudio>>,
+    /// Its number among the requests that are over; 0: it is not.
+    ended: u32,
 }
 
 impl Request {
@@ -311,6 +316,15 @@ pub(super) enum Added {
     Refused(&'static str),
 }
 
+/// A request that was completed.
+#[derive(Clone, Copy, Debug)]
+struct Recent {
+    /// Hash of its id.
+    id: u64,
+    serial: u32,
+    ended: u32,
+}
+
 /// The requests of one pipeline.
 #[derive(Debug, Default)]
 pub(super) struct Book {
@@ -325,9 +339,10 @@ pub(super) struct Book {
     pub(super) due: BinaryHeap<Reverse<Due>>,
     /// Stage finishes of the frame at hand.
     pub(super) finished: Vec<Finished>,
-    /// Hashes of the ids that were completed last.
-    recent: VecDeque<u64>,
+    /// The requests that were completed last.
+    recent: VecDeque<Recent>,
     serial: u32,
+    ended: u32,
 }
 
 impl Book {
@@ -581,6 +596,7 @@ impl Book {
             last_stage: 0,
             reason: FinishReason::Stop,
             audio: None,
+            ended: 0,
         });
         // Bounded by the caller far below 2^32.
         let index = u32::try_from(index).unwrap_or(u32::MAX);
@@ -608,14 +624,42 @@ impl Book {
         if self.recent.len() >= MAX_RECENT {
             self.recent.pop_front();
         }
-        self.recent.push_back(hash(&request.id));
+        self.ended = self.ended.wrapping_add(1);
+        self.recent.push_back(Recent {
+            id: hash(&request.id),
+            serial: request.serial,
+            ended: self.ended,
+        });
         Some(request)
     }
 
     /// Whether `id` was completed lately.
     pub(super) fn is_recent(&self, id: &str) -> bool {
+        self.recently(id).is_some()
+    }
+
+    fn recently(&self, id: &str) -> Option<&Recent> {
         let hash = hash(id);
-        self.recent.contains(&hash)
+        self.recent.iter().rev().find(|recent| recent.id == hash)
+    }
+
+    /// How far the book has come.
+    pub(super) fn mark(&self) -> Mark {
+        Mark {
+            serial: self.serial,
+            ended: self.ended,
+        }
+    }
+
+    /// A request that is under way, or was until lately.
+    pub(super) fn known(&self, id: &str) -> Option<Known> {
+        let open = self.find(id).and_then(|index| self.request(index));
+        let (serial, ended) = match open {
+            Some(request) => (request.serial, request.ended),
+            None => self.recently(id).map(|recent| (recent.serial, recent.ended))?,
+        };
+        let ended = (ended != 0).then_some(ended);
+        Some(Known { serial, ended })
     }
 
     /// Keeps a request that is over until `time_ns`, so that its last outputs are known as such. Gives back its shares.
@@ -625,6 +669,8 @@ impl Book {
         };
         request.phase = Phase::Closed;
         request.audio = None;
+        self.ended = self.ended.wrapping_add(1);
+        request.ended = self.ended;
         let parts = std::mem::take(&mut request.parts);
         let serial = request.serial;
         let pending = parts

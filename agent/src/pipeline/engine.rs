@@ -12,10 +12,10 @@ use super::{
     audio::{AudioState, FirstPacket, as_f64, seconds_between},
     book::{Book, Finished, NONE, Part, PartState, StageAudio, Task, UNKNOWN},
     labels::{Labels, STAGE_COUNTERS, STAGE_HISTOGRAMS, Sleep},
-    sink::{ExtraId, ScopeId, Sink},
+    sink::{ExtraId, ScopeId, Sink, Subject},
 };
 use crate::{
-    host::identity::Flavor,
+    host::identity::{Flavor, PipelineId},
     metrics::catalogue::Family,
     wire::message::{EngineOutputs, FinishReason, KvWait, Output, OutputKind, SchedulerStats},
 };
@@ -33,6 +33,7 @@ const MAX_SPEC_POSITIONS: usize = 64;
 pub(super) struct Context<'a> {
     pub(super) labels: &'a Labels,
     pub(super) flavor: Flavor,
+    pub(super) pipeline: PipelineId,
     /// Scope of the pipeline's own families.
     pub(super) pipeline_scope: Option<ScopeId>,
     /// An API process of the pipeline is watched, so ADDs can be seen.
@@ -250,7 +251,14 @@ impl Engine {
         for output in &message.outputs {
             // Before anything else: the transfer of a request's cache may end after the request.
             if let Some(wait) = output.kv_wait {
+                let serial = book.known(output.request_id).map(|known| known.serial);
+                sink.about(serial.map(|serial| Subject {
+                    pipeline: context.pipeline,
+                    request: output.request_id,
+                    serial,
+                }));
                 kv_wait(wait, context, sink);
+                sink.about(None);
             }
             let slot = match self.find(output.request_id, &mut cursor) {
                 Some(slot) => slot,
@@ -275,8 +283,7 @@ impl Engine {
             stage.generated = stage.generated.saturating_add(output.new_tokens);
             let was_prefilling = stage.prefilling;
             if was_prefilling || !is_plain(output) {
-                let is_omni = context.pipeline_scope.is_some();
-                self.special(slot, scope, output, now, time_ns, &mut batch, book, is_omni, sink);
+                self.special(slot, scope, output, now, time_ns, &mut batch, book, context, sink);
             }
             let Some(stage) = self.slots.get_mut(slot as usize) else {
                 continue;
@@ -401,7 +408,7 @@ impl Engine {
         time_ns: u64,
         batch: &mut Batch,
         book: &mut Book,
-        is_omni: bool,
+        context: &Context<'_>,
         sink: &mut S,
     ) {
         let Some(stage) = self.slots.get_mut(slot as usize) else {
@@ -429,10 +436,18 @@ impl Engine {
             self.sample_rate = audio.sample_rate.or(likely_rate);
             if heard.first_packet.is_pending()
                 && let Some(first_ns) = heard.first_ns
-                && is_omni
+                && context.pipeline_scope.is_some()
             {
                 // At once: a stream that its client gives up has had its first packet too.
-                heard.first_packet = first_packet(stage.request, stage.part, first_ns, scope, book, sink);
+                heard.first_packet = first_packet(
+                    stage.request,
+                    stage.part,
+                    first_ns,
+                    scope,
+                    book,
+                    context.pipeline,
+                    sink,
+                );
             }
         }
         if !stage.prefilling {
@@ -854,6 +869,7 @@ fn first_packet<S: Sink + ?Sized>(
     first_ns: u64,
     scope: ScopeId,
     book: &Book,
+    pipeline: PipelineId,
     sink: &mut S,
 ) -> FirstPacket {
     let Some(request) = book.request(request) else {
@@ -866,7 +882,13 @@ fn first_packet<S: Sink + ?Sized>(
     match (part.map(|part| part.output_kind), request.start_ns()) {
         (Some(OutputKind::Delta), Some(start_ns)) => {
             let seconds = seconds_between(start_ns, first_ns);
+            sink.about(Some(Subject {
+                pipeline,
+                request: &request.id,
+                serial: request.serial,
+            }));
             sink.observe(Family::OmniAudioTtfpS, scope, ExtraId::NONE, seconds, 1);
+            sink.about(None);
             FirstPacket::Told
         }
         _ => FirstPacket::Pending,

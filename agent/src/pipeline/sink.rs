@@ -32,12 +32,26 @@ impl ExtraId {
     pub const NONE: Self = Self(0);
 }
 
+/// A request, as the source of its samples knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Subject<'a> {
+    /// Its pipeline.
+    pub pipeline: PipelineId,
+    /// Its id, the same for all sources (docs/wire.md section "Ids").
+    pub request: &'a str,
+    /// Its number among the pipeline's requests that this source got to know.
+    pub serial: u32,
+}
+
 /// Takes observations. Two scopes with equal label values share their counters and histograms; their gauges add up.
 pub trait Sink {
     /// Interns a scope; the same value gives the same id until it is retired.
     fn scope(&mut self, scope: &Scope) -> ScopeId;
     /// Interns the values of further labels; cheap enough for start-up and rare events, not for each token.
     fn extra(&mut self, values: &[&str]) -> ExtraId;
+    /// The samples to come are about this request, until the next call; at first they are about none. Where several
+    /// sources have the same families, this tells a request that is under way while they take turns.
+    fn about(&mut self, _: Option<Subject<'_>>) {}
     /// Adds to a counter. `by` of 0 creates the child.
     fn add(&mut self, family: Family, scope: ScopeId, extra: ExtraId, by: f64);
     /// Observes a value `times` times in a histogram. `times` of 0 creates the child.

@@ -7,12 +7,12 @@ use slab::Slab;
 use super::{
     audio::{CONTINUITY_THRESHOLD_S, as_f64, seconds_between},
     book::{
-        Aborting, Added, Book, Due, Finished, FinishedAudio, Part, PartState, Phase, StageAudio, Task,
-        UNKNOWN,
+        Aborting, Added, Book, Due, Finished, FinishedAudio, Part, PartState, Phase, Request, StageAudio,
+        Task, UNKNOWN,
     },
     engine::{Context, Engine, Snapshot, engine_number},
     labels::{Failure, Labels, Sleep},
-    sink::{ExtraId, Scope, ScopeId, Sink},
+    sink::{ExtraId, Scope, ScopeId, Sink, Subject},
     tracker::Limits,
 };
 use crate::{
@@ -93,6 +93,7 @@ impl PipelineState {
         Context {
             labels: &environment.labels,
             flavor: self.pipeline.flavor,
+            pipeline: self.pipeline.id,
             pipeline_scope: self.scope,
             has_api: self.apis > 0,
             max_requests: environment.limits.max_requests,
@@ -612,6 +613,7 @@ impl PipelineState {
             return;
         };
         let (is_added, added_ns, engine) = (part.is_added(), part.added_ns, part.engine);
+        let (id, serial) = (std::sync::Arc::clone(&request.id), request.serial);
         let prompt_tokens = part.prompt_tokens;
         let output_ended = !matches!(finished.reason, FinishReason::Abort | FinishReason::Error);
         let gen_time_s = is_added.then(|| seconds_between(added_ns, finished.time_ns));
@@ -647,7 +649,6 @@ impl PipelineState {
                 stage: finished.stage,
             }));
         }
-        let serial = request.serial;
         let (is_active, companion) = (request.is_active(), request.companion);
         let (last_stage, finish_ns) = (request.last_stage, request.finish_ns);
         if !is_omni || companion {
@@ -657,6 +658,11 @@ impl PipelineState {
             return;
         }
         if output_ended && let Some(scope) = scope {
+            sink.about(Some(Subject {
+                pipeline: self.pipeline.id,
+                request: &id,
+                serial,
+            }));
             match gen_time_s {
                 Some(gen_time_s) => sink.observe(
                     Family::OmniStageGenTimeS,
@@ -667,6 +673,7 @@ impl PipelineState {
                 ),
                 None => sink.skip(Family::OmniStageGenTimeS, "start_not_seen"),
             }
+            sink.about(None);
         }
         match finished.reason {
             FinishReason::Error => {
@@ -690,6 +697,16 @@ impl PipelineState {
         let Some(request) = self.book.complete(index) else {
             return;
         };
+        sink.about(Some(Subject {
+            pipeline: self.pipeline.id,
+            request: &request.id,
+            serial: request.serial,
+        }));
+        self.completed(&request, environment, sink);
+        sink.about(None);
+    }
+
+    fn completed<S: Sink + ?Sized>(&mut self, request: &Request, environment: &Environment, sink: &mut S) {
         let Some(scope) = self.scope else {
             return;
         };
@@ -841,12 +858,19 @@ impl PipelineState {
         sink: &mut S,
     ) {
         if let Some(scope) = self.scope
-            && self.book.request(index).is_some_and(|request| !request.companion)
+            && let Some(request) = self.book.request(index)
+            && !request.companion
         {
+            sink.about(Some(Subject {
+                pipeline: self.pipeline.id,
+                request: &request.id,
+                serial: request.serial,
+            }));
             let aborted = environment.labels.finish(FinishReason::Abort);
             sink.add(Family::OmniRequestsSuccessTotal, scope, aborted, 1.0);
             let reason = environment.labels.failure(reason);
             sink.add(Family::OmniRequestsFailedTotal, scope, reason, 1.0);
+            sink.about(None);
         }
         self.close(index, now_ns.saturating_add(environment.limits.linger_ns));
     }

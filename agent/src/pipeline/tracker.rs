@@ -12,6 +12,7 @@ use super::{
 };
 use crate::{
     host::identity::{Change, Pipeline, PipelineId, Process, ProcessKey},
+    metrics::merge::{Known, Ledger, Mark},
     wire::{connector::Key, message::Message, shm::ShmEvent},
 };
 
@@ -85,6 +86,17 @@ pub(super) struct Watched {
     kind: Kind,
 }
 
+impl Ledger for Tracker {
+    fn mark(&self, pipeline: PipelineId) -> Mark {
+        self.state(pipeline)
+            .map_or_else(Mark::default, |state| state.book.mark())
+    }
+
+    fn find(&self, pipeline: PipelineId, request: &str) -> Option<Known> {
+        self.state(pipeline)?.book.known(request)
+    }
+}
+
 impl Tracker {
     /// A tracker that watches nothing yet.
     #[must_use]
@@ -104,10 +116,11 @@ impl Tracker {
     /// Requests of a pipeline that some stage still has work for.
     #[must_use]
     pub fn open_requests(&self, pipeline: PipelineId) -> usize {
-        self.by_id
-            .get(&pipeline)
-            .and_then(|&slot| self.pipelines.get(slot))
-            .map_or(0, PipelineState::open)
+        self.state(pipeline).map_or(0, PipelineState::open)
+    }
+
+    fn state(&self, pipeline: PipelineId) -> Option<&PipelineState> {
+        self.pipelines.get(*self.by_id.get(&pipeline)?)
     }
 
     /// Requests that are held in memory, open or lately over, over all pipelines.
