@@ -27,6 +27,53 @@ pub mod program {
     pub const FLOCK: &str = "flock";
     /// The four that watch segments of shared memory.
     pub const SHM: [&str; 4] = [SHM_OPEN, SHM_UNLINK, FTRUNCATE, FLOCK];
+    /// Uprobe in `read` and `recv`, behind the system call: result and arguments are in their registers (x86-64).
+    /// The same holds for the programs up to [`HTTP_SYSCALL`].
+    pub const HTTP_READ: &str = "http_read";
+    /// Uprobe in `write` and `send`.
+    pub const HTTP_WRITE: &str = "http_write";
+    /// Uprobe in `writev`.
+    pub const HTTP_WRITEV: &str = "http_writev";
+    /// Uprobe in `sendmsg`.
+    pub const HTTP_SENDMSG: &str = "http_sendmsg";
+    /// Uprobe in `accept4`.
+    pub const HTTP_ACCEPT: &str = "http_accept";
+    /// Uprobe in `close`, in front of the system call or behind it: it reads the descriptor alone.
+    pub const HTTP_CLOSE: &str = "http_close";
+    /// Uprobe in `syscall`, by which libuv closes.
+    pub const HTTP_SYSCALL: &str = "http_syscall";
+    /// Entry uprobe on the same, for aarch64.
+    pub const HTTP_SYSCALL_ENTRY: &str = "http_syscall_entry";
+    /// Uprobe in `read` and `recv`, in front of the system call: it notes the arguments for [`HTTP_RETURN`]. The
+    /// same holds for the programs up to [`HTTP_NOTE_ACCEPT`].
+    pub const HTTP_NOTE_READ: &str = "http_note_read";
+    /// Uprobe in `write` and `send`.
+    pub const HTTP_NOTE_WRITE: &str = "http_note_write";
+    /// Uprobe in `writev`.
+    pub const HTTP_NOTE_WRITEV: &str = "http_note_writev";
+    /// Uprobe in `sendmsg`.
+    pub const HTTP_NOTE_SENDMSG: &str = "http_note_sendmsg";
+    /// Uprobe in `accept4`.
+    pub const HTTP_NOTE_ACCEPT: &str = "http_note_accept";
+    /// Uprobe behind a system call whose arguments were noted: it reads the result alone.
+    pub const HTTP_RETURN: &str = "http_return";
+    /// Those that watch HTTP connections.
+    pub const HTTP: [&str; 14] = [
+        HTTP_READ,
+        HTTP_WRITE,
+        HTTP_WRITEV,
+        HTTP_SENDMSG,
+        HTTP_ACCEPT,
+        HTTP_CLOSE,
+        HTTP_SYSCALL,
+        HTTP_SYSCALL_ENTRY,
+        HTTP_NOTE_READ,
+        HTTP_NOTE_WRITE,
+        HTTP_NOTE_WRITEV,
+        HTTP_NOTE_SENDMSG,
+        HTTP_NOTE_ACCEPT,
+        HTTP_RETURN,
+    ];
     /// Raw tracepoint `sched_process_exec`: every exec on the host, for discovery.
     pub const PROCESS_EXEC: &str = "process_exec";
     /// Raw tracepoint `task_newtask`: new processes (not threads) of watched parents.
@@ -58,6 +105,11 @@ pub mod map {
     pub const MESSAGES: &str = "MESSAGES";
     /// What threads are doing with shared memory. Kernel side only.
     pub const THREADS: &str = "THREADS";
+    /// HTTP connections, as a hash of `u64` by [`connection`](crate::connection). The agent removes those of
+    /// processes that it watches no more.
+    pub const CONNECTIONS: &str = "CONNECTIONS";
+    /// Arguments of the calls that threads are in. Kernel side only.
+    pub const CALLS: &str = "CALLS";
 }
 
 /// Names of the settings in the object, [`Config`]'s fields. The loader sets them before it loads the programs.
@@ -79,10 +131,12 @@ pub mod watch {
     pub const LIFE: u64 = 2;
     /// What the process does with segments of shared memory is followed.
     pub const SHM: u64 = 4;
+    /// What the process reads from and writes to its HTTP connections is captured.
+    pub const HTTP: u64 = 8;
 
     /// Process ids are below this on 64-bit kernels (`PID_MAX_LIMIT` of include/linux/threads.h).
     pub const PIDS: u32 = 4 << 20;
-    /// Bits that a process has in its word: one for each flag, and one to spare.
+    /// Bits that a process has in its word: one for each flag.
     const BITS: u32 = 4;
     const PIDS_A_WORD: u32 = u64::BITS / BITS;
     /// Entries of the map.
@@ -126,6 +180,23 @@ pub const TAIL_MAX: u32 = 4096;
 /// Bytes of content that a frame record has room for: the smallest that fits is taken.
 pub const SIZE_CLASSES: [u32; 6] = [64, 256, 1024, 4096, 16 * 1024, 64 * 1024];
 
+/// Bytes of content that an HTTP record has room for: the smallest that fits is taken.
+pub const HTTP_CLASSES: [usize; 3] = [128, 512, 2560];
+/// Of what was received: bytes of the head and of the tail, where it is longer than both together.
+pub const HTTP_RECEIVED_HEAD: usize = 2048;
+/// See [`HTTP_RECEIVED_HEAD`].
+pub const HTTP_RECEIVED_TAIL: usize = 512;
+/// Of what was sent: bytes of the head and of the tail, where it is longer than both together.
+pub const HTTP_SENT_HEAD: usize = 1024;
+/// See [`HTTP_SENT_HEAD`].
+pub const HTTP_SENT_TAIL: usize = 1024;
+
+/// The key of a connection in the `CONNECTIONS` map.
+#[must_use]
+pub const fn connection(tgid: u32, fd: i32) -> u64 {
+    (tgid as u64) << 32 | fd.cast_unsigned() as u64
+}
+
 /// Smallest record that looks how full the ring is, with its header; see [`Config::wakeup_bytes`].
 pub const WAKEUP_RECORD_MIN: u32 = 4096;
 
@@ -158,6 +229,8 @@ pub enum Kind {
     Exit = 4,
     /// A step of a thread that puts or takes a segment of shared memory: [`ShmHeader`], then the name.
     Shm = 5,
+    /// What a process did with an HTTP connection: [`HttpHeader`], then head, then tail.
+    Http = 6,
 }
 
 /// Start of a frame record. The head follows at once, the tail follows the head.
@@ -254,7 +327,72 @@ pub struct ShmHeader {
     pub reserved: u32,
 }
 
+/// What a process did with an HTTP connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum HttpOp {
+    /// It accepted the connection. What comes through it need not be HTTP.
+    Accepted = 1,
+    /// Bytes came in; size 0: the other side has ended its part.
+    Received = 2,
+    /// Bytes went out.
+    Sent = 3,
+    /// Receiving or sending failed; the size is the error number. Calls that are to be tried again are no failure.
+    Failed = 4,
+    /// It closed the connection.
+    Closed = 5,
+    /// What came first is not HTTP, or the process spoke first: no more will be told of the connection. The size is
+    /// the first eight bytes that came, little endian, 0 where none came.
+    Foreign = 6,
+}
+
+impl HttpOp {
+    fn of(op: u32) -> Option<Self> {
+        [
+            Self::Accepted,
+            Self::Received,
+            Self::Sent,
+            Self::Failed,
+            Self::Closed,
+            Self::Foreign,
+        ]
+        .into_iter()
+        .find(|known| *known as u32 == op)
+    }
+}
+
+/// Start of a record of [`Kind::Http`]. The head follows at once, the tail follows the head.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HttpHeader {
+    /// [`Kind::Http`].
+    pub kind: u32,
+    /// An [`HttpOp`].
+    pub op: u32,
+    /// `CLOCK_MONOTONIC` behind the call, in nanoseconds.
+    pub time_ns: u64,
+    /// The process (initial PID namespace).
+    pub tgid: u32,
+    /// The thread.
+    pub tid: u32,
+    /// Bytes that came in or went out; else what the operation says.
+    pub size: u64,
+    /// The connection: its descriptor.
+    pub fd: i32,
+    /// Captured bytes of the start.
+    pub head_len: u32,
+    /// Captured bytes of the end; 0 where the head is all.
+    pub tail_len: u32,
+    /// Nothing.
+    pub reserved: u32,
+}
+
 const _: () = {
+    assert!(size_of::<HttpHeader>() == 48);
+    assert!(offset_of!(HttpHeader, time_ns) == 8 && offset_of!(HttpHeader, tgid) == 16);
+    assert!(offset_of!(HttpHeader, tid) == 20 && offset_of!(HttpHeader, size) == 24);
+    assert!(offset_of!(HttpHeader, fd) == 32 && offset_of!(HttpHeader, head_len) == 36);
+    assert!(offset_of!(HttpHeader, tail_len) == 40);
     assert!(size_of::<ShmHeader>() == 48);
     assert!(offset_of!(ShmHeader, time_ns) == 8 && offset_of!(ShmHeader, tgid) == 16);
     assert!(offset_of!(ShmHeader, tid) == 20 && offset_of!(ShmHeader, start_ns) == 24);
@@ -271,7 +409,7 @@ const _: () = {
 ///
 /// Each hit of the frame probe ends in exactly one of those up to [`Counter::LostUnknownType`], so their sum is
 /// the number of hits. Likewise each hit of the four shared memory probes in one of those from
-/// [`Counter::ShmCaptured`] on.
+/// [`Counter::ShmCaptured`] to [`Counter::ShmNotKept`], and each of the HTTP probes in one of the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Counter {
@@ -310,11 +448,24 @@ pub enum Counter {
     LostShmUnreadable = 14,
     /// Steps lost because the thread could not be remembered.
     ShmNotKept = 15,
+    /// What processes did with HTTP connections, written to the ring.
+    HttpCaptured = 16,
+    /// Calls in front of which their arguments were noted.
+    HttpNoted = 17,
+    /// Other calls of the probed functions: other descriptors than HTTP connections, calls to be tried again,
+    /// processes that are not watched.
+    HttpIgnored = 18,
+    /// Events of HTTP connections lost because the ring was full.
+    LostHttpRingFull = 19,
+    /// Events of HTTP connections written without content, because that could not be read.
+    LostHttpUnreadable = 20,
+    /// Connections, or calls, that could not be remembered.
+    HttpNotKept = 21,
 }
 
 impl Counter {
     /// All of them, in the order of their index.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 22] = [
         Self::Captured,
         Self::Aux,
         Self::Short,
@@ -331,6 +482,12 @@ impl Counter {
         Self::LostShmRingFull,
         Self::LostShmUnreadable,
         Self::ShmNotKept,
+        Self::HttpCaptured,
+        Self::HttpNoted,
+        Self::HttpIgnored,
+        Self::LostHttpRingFull,
+        Self::LostHttpUnreadable,
+        Self::HttpNotKept,
     ];
 
     /// The label value.
@@ -353,6 +510,12 @@ impl Counter {
             Self::LostShmRingFull => "shm_ring_full",
             Self::LostShmUnreadable => "shm_unreadable",
             Self::ShmNotKept => "shm_not_kept",
+            Self::HttpCaptured => "http_captured",
+            Self::HttpNoted => "http_noted",
+            Self::HttpIgnored => "http_ignored",
+            Self::LostHttpRingFull => "http_ring_full",
+            Self::LostHttpUnreadable => "http_unreadable",
+            Self::HttpNotKept => "http_not_kept",
         }
     }
 
@@ -373,7 +536,10 @@ impl Counter {
             | Self::Process
             | Self::ShmCaptured
             | Self::ShmNoted
-            | Self::ShmIgnored => false,
+            | Self::ShmIgnored
+            | Self::HttpCaptured
+            | Self::HttpNoted
+            | Self::HttpIgnored => false,
             Self::LostRingFull
             | Self::LostUnreadable
             | Self::LostUnknownType
@@ -381,7 +547,10 @@ impl Counter {
             | Self::LostProcess
             | Self::LostShmRingFull
             | Self::LostShmUnreadable
-            | Self::ShmNotKept => true,
+            | Self::ShmNotKept
+            | Self::LostHttpRingFull
+            | Self::LostHttpUnreadable
+            | Self::HttpNotKept => true,
         }
     }
 }
@@ -409,6 +578,17 @@ pub enum Record<'a> {
         /// The name, empty where the step has none.
         name: &'a [u8],
     },
+    /// Something done with an HTTP connection.
+    Http {
+        /// What its header says was done.
+        op: HttpOp,
+        /// Its header.
+        header: HttpHeader,
+        /// Captured bytes of the start: all where they are as long as `header.size`.
+        head: &'a [u8],
+        /// Captured bytes of the end.
+        tail: &'a [u8],
+    },
 }
 
 /// Why bytes are no record: the object and the agent are of different builds.
@@ -425,6 +605,8 @@ pub enum RecordError {
     UnknownKind(u32),
     /// A step with shared memory that is none.
     UnknownStep(u32),
+    /// Something done with an HTTP connection that is nothing known.
+    UnknownOp(u32),
 }
 
 impl core::fmt::Display for RecordError {
@@ -433,6 +615,7 @@ impl core::fmt::Display for RecordError {
             Self::Short { needed, len } => write!(f, "record of {len} bytes needs {needed}"),
             Self::UnknownKind(kind) => write!(f, "record of unknown kind {kind}"),
             Self::UnknownStep(step) => write!(f, "record of unknown step {step}"),
+            Self::UnknownOp(op) => write!(f, "record of unknown operation {op}"),
         }
     }
 }
@@ -479,6 +662,27 @@ impl<'a> Record<'a> {
                 step: ShmStep::of(header.step).ok_or(RecordError::UnknownStep(header.step))?,
                 header,
                 name: slice(bytes, size_of::<ShmHeader>(), header.name_len as usize)?,
+            });
+        }
+        if kind == Kind::Http as u32 {
+            let header = HttpHeader {
+                kind,
+                op: u32_at(bytes, offset_of!(HttpHeader, op))?,
+                time_ns: u64_at(bytes, offset_of!(HttpHeader, time_ns))?,
+                tgid: u32_at(bytes, offset_of!(HttpHeader, tgid))?,
+                tid: u32_at(bytes, offset_of!(HttpHeader, tid))?,
+                size: u64_at(bytes, offset_of!(HttpHeader, size))?,
+                fd: u32_at(bytes, offset_of!(HttpHeader, fd))?.cast_signed(),
+                head_len: u32_at(bytes, offset_of!(HttpHeader, head_len))?,
+                tail_len: u32_at(bytes, offset_of!(HttpHeader, tail_len))?,
+                reserved: u32_at(bytes, offset_of!(HttpHeader, reserved))?,
+            };
+            let tail_at = size_of::<HttpHeader>().saturating_add(header.head_len as usize);
+            return Ok(Self::Http {
+                op: HttpOp::of(header.op).ok_or(RecordError::UnknownOp(header.op))?,
+                header,
+                head: slice(bytes, size_of::<HttpHeader>(), header.head_len as usize)?,
+                tail: slice(bytes, tail_at, header.tail_len as usize)?,
             });
         }
         let known = match kind {

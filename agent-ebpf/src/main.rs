@@ -12,6 +12,7 @@
 #![feature(asm_experimental_arch)]
 
 mod frames;
+mod http;
 mod maps;
 mod processes;
 mod shm;

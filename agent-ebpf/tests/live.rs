@@ -1,6 +1,8 @@
 //! The committed object in this machine's kernel, against real libzmq processes. Needs root.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 mod common;
+#[path = "live/http.rs"]
+mod http;
 #[path = "live/shm.rs"]
 mod shm;
 

@@ -1,6 +1,8 @@
 //! Records as the programs write them, taken apart.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
-use omnitap_ebpf::{FrameHeader, Kind, ProcessRecord, Record, RecordError, ShmHeader, ShmStep, flag};
+use omnitap_ebpf::{
+    FrameHeader, HttpHeader, HttpOp, Kind, ProcessRecord, Record, RecordError, ShmHeader, ShmStep, flag,
+};
 use rstest::rstest;
 
 fn frame(head: &[u8], tail: &[u8], room: usize) -> (FrameHeader, Vec<u8>) {
@@ -129,4 +131,62 @@ fn steps_with_shared_memory(#[case] step: ShmStep, #[case] name: &[u8]) {
 fn an_unknown_step_is_refused() {
     let (_, bytes) = shm(9, b"/a");
     assert_eq!(Record::parse(&bytes), Err(RecordError::UnknownStep(9)));
+}
+
+fn http(op: u32, head: &[u8], tail: &[u8]) -> (HttpHeader, Vec<u8>) {
+    let header = HttpHeader {
+        kind: Kind::Http as u32,
+        op,
+        time_ns: 0x0102_0304_0506_0708,
+        tgid: 100,
+        tid: 101,
+        size: 1 << 33,
+        fd: -7,
+        head_len: u32::try_from(head.len()).unwrap(),
+        tail_len: u32::try_from(tail.len()).unwrap(),
+        reserved: 0,
+    };
+    let mut bytes = Vec::new();
+    bytes.extend(header.kind.to_ne_bytes());
+    bytes.extend(header.op.to_ne_bytes());
+    bytes.extend(header.time_ns.to_ne_bytes());
+    bytes.extend(header.tgid.to_ne_bytes());
+    bytes.extend(header.tid.to_ne_bytes());
+    bytes.extend(header.size.to_ne_bytes());
+    bytes.extend(header.fd.to_ne_bytes());
+    bytes.extend(header.head_len.to_ne_bytes());
+    bytes.extend(header.tail_len.to_ne_bytes());
+    bytes.extend(header.reserved.to_ne_bytes());
+    bytes.extend(head);
+    bytes.extend(tail);
+    (header, bytes)
+}
+
+#[rstest]
+#[case::accepted(HttpOp::Accepted, b"", b"")]
+#[case::received(HttpOp::Received, b"GET / HTTP/1.1", b"")]
+#[case::sent(HttpOp::Sent, b"HTTP/1.1 200 OK", b"0\r\n\r\n")]
+#[case::failed(HttpOp::Failed, b"", b"")]
+#[case::closed(HttpOp::Closed, b"", b"")]
+#[case::foreign(HttpOp::Foreign, b"", b"")]
+fn what_is_done_with_connections(#[case] op: HttpOp, #[case] head: &[u8], #[case] tail: &[u8]) {
+    let (header, mut bytes) = http(op as u32, head, tail);
+    for len in 0..bytes.len() {
+        let cut = Record::parse(&bytes[..len]);
+        assert!(matches!(cut, Err(RecordError::Short { .. })), "{len}: {cut:?}");
+    }
+    bytes.extend([0xee; 60]);
+    let expected = Record::Http {
+        op,
+        header,
+        head,
+        tail,
+    };
+    assert_eq!(Record::parse(&bytes), Ok(expected));
+}
+
+#[test]
+fn an_unknown_operation_is_refused() {
+    let (_, bytes) = http(7, b"", b"");
+    assert_eq!(Record::parse(&bytes), Err(RecordError::UnknownOp(7)));
 }

@@ -77,6 +77,8 @@ pub enum AgentError {
 pub struct Settings {
     /// `None`: no eBPF.
     pub tap: Option<TapSettings>,
+    /// Whether the HTTP connections of API servers are watched, too.
+    pub http: bool,
     /// Discovery.
     pub host: HostSettings,
     /// Names for models that no command line tells, the first match counts.
@@ -140,8 +142,13 @@ impl Agent {
                 for (tracepoint, source) in tap.missing_tracepoints() {
                     warn!(tracepoint, error = %source, "no news of processes from the kernel: scans alone find them");
                 }
-                for (program, source) in tap.missing_shm_programs() {
-                    warn!(program, error = %source, "no news of transfers through shared memory");
+                for (set, lost) in [
+                    (ProbeSet::Shm, "transfers through shared memory"),
+                    (ProbeSet::Http, "HTTP connections"),
+                ] {
+                    for (program, source) in tap.refused(set) {
+                        warn!(program, error = %source, "no news of {lost}");
+                    }
                 }
                 (Some(tap), Some(reader))
             }
@@ -169,6 +176,7 @@ impl Agent {
             host: Host::new(settings.host.clone()),
             model_names: settings.model_names.clone(),
             tap: tap.clone(),
+            http: settings.http,
             changes,
             attach,
             status: status.clone(),
@@ -240,6 +248,8 @@ impl Agent {
             ("frame_retry", stats.reader.retries),
             ("shm", stats.reader.shm),
             ("shm_foreign", stats.reader.shm_foreign),
+            ("http", stats.reader.http),
+            ("http_foreign", stats.reader.http_foreign),
             ("process", stats.reader.process_events),
         ];
         for (kind, count) in received {
@@ -414,6 +424,8 @@ impl Reading {
                 }
             }
             Event::Shm(event) => self.shm(&event),
+            // Counted by the reader.
+            Event::Http(_) => {}
             // The host thread is there as long as this one; after its end news are of no use.
             Event::Exec { pid, .. } => drop(self.notices.send(Notice::Exec(pid))),
             Event::Fork { .. } => drop(self.notices.send(Notice::Fork)),
@@ -462,6 +474,7 @@ struct Discovery {
     host: Host,
     model_names: Vec<ModelName>,
     tap: Option<Tap>,
+    http: bool,
     changes: Sender<Change>,
     attach: Sender<Attach>,
     status: Status,
@@ -584,6 +597,7 @@ impl Discovery {
         match set {
             ProbeSet::Frames => role.is_tapped(),
             ProbeSet::Shm => role.has_connector() && is_omni(),
+            ProbeSet::Http => role.serves_http() && self.http,
         }
     }
 }

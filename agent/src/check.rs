@@ -8,7 +8,7 @@ use std::{fmt, fs, io, path::Path, time::Duration};
 
 use serde::Serialize;
 
-use crate::tap::{self, Settings, SiteKind, Tap, TapError};
+use crate::tap::{self, ProbeSet, Settings, SiteKind, Tap, TapError};
 
 /// Inodes of the initial namespaces (`include/linux/proc_ns.h`), the same in every kernel.
 const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
@@ -510,13 +510,22 @@ fn try_tap(facts: &Facts, report: &mut Report) {
         },
         "use a kernel built with CONFIG_BPF_EVENTS",
     );
-    if let [(name, e), ..] = tap.missing_shm_programs() {
-        report.add(
+    for (set, name_of, lost) in [
+        (
+            ProbeSet::Shm,
             "trial: shared memory",
-            Status::Warn,
-            format!("the kernel refuses `{name}` ({e}): transfers through shared memory are not seen"),
-            "report it, with the kernel's version",
-        );
+            "transfers through shared memory",
+        ),
+        (ProbeSet::Http, "trial: HTTP", "HTTP connections"),
+    ] {
+        if let [(name, e), ..] = tap.refused(set) {
+            report.add(
+                name_of,
+                Status::Warn,
+                format!("the kernel refuses `{name}` ({e}): {lost} are not seen"),
+                "report it, with the kernel's version",
+            );
+        }
     }
     match tap::selftest::run(&tap, &mut reader) {
         Ok(test) => {

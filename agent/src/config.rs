@@ -183,6 +183,9 @@ settings! {
     log_format: LogFormat = "log.format", ["text"];
     /// Whether frames are captured by eBPF probes. Off, the agent lists pipelines and serves what needs no probe.
     ebpf: bool = "ebpf", ["true"];
+    /// Whether eBPF probes also capture what API servers read from and write to their HTTP connections, for what shows
+    /// only there.
+    http: bool = "http.enabled", ["true"];
     /// Most bytes of a frame that are captured; of a longer one its head and tail.
     capture_limit: Size = "tap.capture-limit", ["64KiB"], "1KiB"..="64KiB";
     /// Ring buffer between kernel and agent, taken up to the next power of two. It holds what pipelines send while the

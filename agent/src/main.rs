@@ -168,6 +168,7 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
         };
         let settings = Settings {
             tap: tap_settings(config),
+            http: config.http,
             host: HostSettings {
                 scan_interval: config.scan_interval,
                 ..HostSettings::default()

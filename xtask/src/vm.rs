@@ -334,6 +334,13 @@ fn initramfs(arch: Arch) -> Result<PathBuf> {
             .arg(setup::root().join("agent-ebpf/tests/common/segments.c"))
             .args(["-lrt", "-pthread"]),
     )?;
+    setup::run(
+        Command::new(arch.cc())
+            .args(["-O2", "-Wall", "-Werror", "-o"])
+            .arg(root.join("server"))
+            .arg(setup::root().join("agent-ebpf/tests/common/server.c"))
+            .arg("-pthread"),
+    )?;
     fs::copy(build_test(arch)?, root.join("run-test"))?;
 
     let archive = cache()?.join(format!("initramfs-{}", arch.debian()));

@@ -38,7 +38,7 @@ static void loopback_up(void)
 int main(int argc, char **argv)
 {
 	char *const envp[] = { "PATH=/usr/bin:/bin", "HOME=/root", "OMNITAP_SENDER=/sender",
-			       "OMNITAP_SEGMENTS=/segments", NULL };
+			       "OMNITAP_SEGMENTS=/segments", "OMNITAP_SERVER=/server", NULL };
 	int status = 0;
 	pid_t test;
 

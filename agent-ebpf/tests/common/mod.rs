@@ -8,6 +8,7 @@
 
 use std::{
     io::{BufRead as _, BufReader, Write},
+    net::{Ipv4Addr, TcpStream},
     num::NonZeroU32,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -24,8 +25,8 @@ use aya::{
 };
 use object::{Object as _, ObjectSegment as _, ObjectSymbol as _};
 use omnitap_ebpf::{
-    Config, Counter, FrameHeader, Kind, ProcessRecord, Record, ShmHeader, ShmStep, global, map, program,
-    watch,
+    Config, Counter, FrameHeader, HttpHeader, HttpOp, Kind, ProcessRecord, Record, ShmHeader, ShmStep,
+    global, map, program, watch,
 };
 
 /// The committed object for this machine.
@@ -245,9 +246,59 @@ impl Segments {
     }
 }
 
+/// A process that reads from and writes to connections when told, see server.c.
+pub(crate) struct Server {
+    driven: Driven,
+    port: u16,
+}
+
+impl Server {
+    /// Starts it: `OMNITAP_SERVER` where that is set, else server.c built with `cc`.
+    pub(crate) fn start(args: &[&str]) -> Self {
+        let program = std::env::var_os("OMNITAP_SERVER")
+            .map_or_else(|| build("server", &["-pthread"], "gcc"), PathBuf::from);
+        let mut driven = Driven::start(&program, args);
+        let port = driven.line().parse().unwrap();
+        Self { driven, port }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.driven.child.id()
+    }
+
+    /// A client, and the server's descriptor of its connection.
+    pub(crate) fn connect(&mut self) -> (TcpStream, i32) {
+        let client = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port)).unwrap();
+        client.set_nodelay(true).unwrap();
+        let fd = self.order("accept");
+        (client, i32::try_from(fd).unwrap())
+    }
+
+    /// Gives an order; returns what the call did, negative an error number.
+    pub(crate) fn order(&mut self, order: &str) -> i64 {
+        self.driven.tell(order);
+        self.driven.line().parse().unwrap()
+    }
+
+    /// Ends it after all that it was told.
+    pub(crate) fn finish(self) {
+        self.driven.finish();
+    }
+}
+
 /// A file with a function that the process has mapped, and the offsets where its program belongs: the entry, or
 /// behind each of its system calls.
 pub(crate) fn places(pid: u32, function: &str) -> (PathBuf, Vec<u64>) {
+    let (path, entry, behind) = places_of(pid, function);
+    if [program::FTRUNCATE, program::FLOCK].contains(&function) {
+        (path, behind)
+    } else {
+        (path, vec![entry])
+    }
+}
+
+/// A file with a function that the process has mapped, the offset of its entry, and those behind its system calls.
+fn places_of(pid: u32, function: &str) -> (PathBuf, u64, Vec<u64>) {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let paths = maps
         .lines()
@@ -270,23 +321,43 @@ pub(crate) fn places(pid: u32, function: &str) -> (PathBuf, Vec<u64>) {
         let entry = symbol.address() - segment.address() + segment.file_range().0;
         let start = usize::try_from(entry).unwrap();
         let code = &bytes[start..start + usize::try_from(symbol.size()).unwrap()];
-        let offsets = if [program::FTRUNCATE, program::FLOCK].contains(&function) {
-            behind_syscalls(code).into_iter().map(|at| entry + at).collect()
-        } else {
-            vec![entry]
-        };
-        return (PathBuf::from(path), offsets);
+        let behind: Vec<u64> = behind_syscalls(code).into_iter().map(|at| entry + at).collect();
+        return (PathBuf::from(path), entry, behind);
     }
     panic!("no file of process {pid} has {function}");
 }
 
-/// `syscall; cmp rax, imm32` or `svc #0; cmn x0, imm`: the offset of what follows.
+/// How the HTTP programs are attached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// One probe sees arguments and result (x86-64).
+    AtOnce,
+    /// One in front of the system call notes the arguments, one behind it takes them up.
+    InTurn,
+}
+
+impl Way {
+    /// The one of this machine.
+    pub(crate) fn here() -> Self {
+        if cfg!(target_arch = "x86_64") {
+            Self::AtOnce
+        } else {
+            Self::InTurn
+        }
+    }
+}
+
+/// `syscall; cmp rax, imm32` or `svc #0; cmn x0, imm`, where the result may be kept first: the offset of what follows.
 fn behind_syscalls(code: &[u8]) -> Vec<u64> {
     let found = |at: usize| match () {
         #[cfg(target_arch = "x86_64")]
         () => matches!(code[at..], [0x0f, 0x05, 0x48, 0x3d, _, 0xf0, 0xff, 0xff, ..]).then_some(at + 8),
         #[cfg(target_arch = "aarch64")]
-        () => matches!(code[at..], [1, 0, 0, 0xd4, 0x1f, _, _, 0xb1, ..]).then_some(at + 8),
+        () => match code[at..] {
+            [1, 0, 0, 0xd4, 0x1f, _, _, 0xb1, ..] => Some(at + 8),
+            [1, 0, 0, 0xd4, _, 3, 0, 0xaa, 0x1f, _, _, 0xb1, ..] => Some(at + 12),
+            _ => None,
+        },
     };
     let offsets = (0..code.len()).filter_map(found);
     offsets.map(|at| at as u64).collect()
@@ -321,6 +392,15 @@ pub(crate) struct Step {
     pub(crate) name: String,
 }
 
+/// Something done with an HTTP connection, copied out of the ring.
+#[derive(Clone, Debug)]
+pub(crate) struct Http {
+    pub(crate) op: HttpOp,
+    pub(crate) header: HttpHeader,
+    pub(crate) head: Vec<u8>,
+    pub(crate) tail: Vec<u8>,
+}
+
 /// The object, loaded.
 pub(crate) struct Tap {
     ebpf: Ebpf,
@@ -328,6 +408,7 @@ pub(crate) struct Tap {
     pub(crate) frames: Vec<Frame>,
     pub(crate) processes: Vec<(Kind, ProcessRecord)>,
     pub(crate) steps: Vec<Step>,
+    pub(crate) https: Vec<Http>,
 }
 
 impl Tap {
@@ -353,6 +434,7 @@ impl Tap {
             frames: Vec::new(),
             processes: Vec::new(),
             steps: Vec::new(),
+            https: Vec::new(),
         }
     }
 
@@ -361,7 +443,8 @@ impl Tap {
         let map = self.ebpf.map_mut(map::WATCHED).unwrap();
         let mut map: Array<_, u64> = Array::try_from(map).unwrap();
         let (word, shift) = watch::place(pid);
-        let others = map.get(&word, 0).unwrap() & !((watch::FRAMES | watch::LIFE | watch::SHM) << shift);
+        let others =
+            map.get(&word, 0).unwrap() & !((watch::FRAMES | watch::LIFE | watch::SHM | watch::HTTP) << shift);
         map.set(word, others | flags << shift, 0).unwrap();
     }
 
@@ -391,19 +474,53 @@ impl Tap {
     pub(crate) fn attach_shm(&mut self, pid: u32) {
         for name in program::SHM {
             let (path, offsets) = places(pid, name);
-            assert!(!offsets.is_empty(), "{name} of {} has no site", path.display());
-            let probe: &mut UProbe = self.ebpf.program_mut(name).unwrap().try_into().unwrap();
-            if probe.fd().is_err() {
-                probe
-                    .load()
-                    .unwrap_or_else(|e| panic!("{name} does not load: {e:?}"));
+            self.attach_at(pid, name, &path, &offsets);
+        }
+    }
+
+    fn attach_at(&mut self, pid: u32, name: &str, path: &Path, offsets: &[u64]) {
+        assert!(!offsets.is_empty(), "no place for {name} in {}", path.display());
+        let probe: &mut UProbe = self.ebpf.program_mut(name).unwrap().try_into().unwrap();
+        if probe.fd().is_err() {
+            probe
+                .load()
+                .unwrap_or_else(|e| panic!("{name} does not load: {e:?}"));
+        }
+        for offset in offsets {
+            let scope = UProbeScope::OneProcess(NonZeroU32::new(pid).unwrap());
+            probe
+                .attach(UProbeAttachLocation::AbsoluteOffset(*offset), path, scope)
+                .unwrap();
+        }
+    }
+
+    /// Loads the HTTP programs, and attaches them in one process.
+    pub(crate) fn attach_http(&mut self, pid: u32, way: Way) {
+        for (function, at_once, note) in [
+            ("read", program::HTTP_READ, program::HTTP_NOTE_READ),
+            ("recv", program::HTTP_READ, program::HTTP_NOTE_READ),
+            ("write", program::HTTP_WRITE, program::HTTP_NOTE_WRITE),
+            ("send", program::HTTP_WRITE, program::HTTP_NOTE_WRITE),
+            ("writev", program::HTTP_WRITEV, program::HTTP_NOTE_WRITEV),
+            ("sendmsg", program::HTTP_SENDMSG, program::HTTP_NOTE_SENDMSG),
+            ("accept4", program::HTTP_ACCEPT, program::HTTP_NOTE_ACCEPT),
+        ] {
+            let (path, entry, behind) = places_of(pid, function);
+            match way {
+                Way::AtOnce => self.attach_at(pid, at_once, &path, &behind),
+                Way::InTurn => {
+                    self.attach_at(pid, note, &path, &[entry]);
+                    self.attach_at(pid, program::HTTP_RETURN, &path, &behind);
+                }
             }
-            for offset in offsets {
-                let scope = UProbeScope::OneProcess(NonZeroU32::new(pid).unwrap());
-                probe
-                    .attach(UProbeAttachLocation::AbsoluteOffset(offset), &path, scope)
-                    .unwrap();
-            }
+        }
+        let (path, entry, _) = places_of(pid, "close");
+        self.attach_at(pid, program::HTTP_CLOSE, &path, &[entry]);
+        let (path, entry, behind) = places_of(pid, "syscall");
+        if cfg!(target_arch = "x86_64") {
+            self.attach_at(pid, program::HTTP_SYSCALL, &path, &behind);
+        } else {
+            self.attach_at(pid, program::HTTP_SYSCALL_ENTRY, &path, &[entry]);
         }
     }
 
@@ -432,6 +549,17 @@ impl Tap {
                     kind: step,
                     header,
                     name: String::from_utf8(name.to_vec()).unwrap(),
+                }),
+                Record::Http {
+                    op,
+                    header,
+                    head,
+                    tail,
+                } => self.https.push(Http {
+                    op,
+                    header,
+                    head: head.to_vec(),
+                    tail: tail.to_vec(),
                 }),
             }
         }

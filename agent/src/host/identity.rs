@@ -64,6 +64,19 @@ impl Role {
         }
     }
 
+    /// Whether a process of this role answers HTTP.
+    #[must_use]
+    pub fn serves_http(self) -> bool {
+        match self {
+            Self::ApiServer | Self::ApiWorker { .. } => true,
+            Self::Headless
+            | Self::LlmStage { .. }
+            | Self::DiffusionStage { .. }
+            | Self::Worker
+            | Self::Coordinator => false,
+        }
+    }
+
     /// Whether a process of this role may hand outputs on through shared memory, in a pipeline of vLLM-Omni:
     /// a connector runs in the stage's core or in a worker.
     #[must_use]

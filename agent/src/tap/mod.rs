@@ -30,7 +30,7 @@ use std::{
 
 use aya::{
     Ebpf, EbpfError, EbpfLoader,
-    maps::{Array, MapData, MapError, PerCpuArray, RingBuf},
+    maps::{Array, HashMap as KernelMap, MapData, MapError, PerCpuArray, RingBuf},
     programs::{
         ProgramError, RawTracePoint, UProbe,
         uprobe::{UProbeAttachLocation, UProbeLink, UProbeScope},
@@ -354,8 +354,11 @@ struct Inner {
     attach_nanos: AtomicU64,
     failures: [[AtomicU64; FailureReason::ALL.len()]; ProbeSet::ALL.len()],
     programs: Mutex<Vec<ProgramStats>>,
+    /// HTTP connections of probed processes, which the programs add.
+    connections: Mutex<KernelMap<MapData, u64, u64>>,
     missing: Vec<(&'static str, ProgramError)>,
-    missing_shm: Vec<(&'static str, ProgramError)>,
+    /// By [`ProbeSet::index`].
+    refused: [Vec<(&'static str, ProgramError)>; ProbeSet::ALL.len()],
     /// Keeps the kernel's run time statistics on.
     _stats: Option<OwnedFd>,
 }
@@ -386,8 +389,8 @@ impl Watched {
 impl Tap {
     /// Loads the programs and maps, and attaches those that tell of new and ended processes. Where the kernel
     /// refuses the latter, the tap works without them ([`Tap::missing_tracepoints`]): processes are then
-    /// found by scans of /proc alone. Likewise it works without the programs of [`ProbeSet::Shm`]
-    /// ([`Tap::missing_shm_programs`]).
+    /// found by scans of /proc alone. Likewise it works without the programs of other sets than
+    /// [`ProbeSet::Frames`] ([`Tap::refused`]).
     ///
     /// Needs `CAP_BPF` and `CAP_PERFMON`, or `CAP_SYS_ADMIN`, and Linux 5.8. Setting probes needs
     /// `CAP_SYS_ADMIN` on kernels of mid-2025 and later.
@@ -412,6 +415,7 @@ impl Tap {
 
         let watched = Watched(take(&mut ebpf, map::WATCHED)?);
         let counters = take(&mut ebpf, map::COUNTERS)?;
+        let connections = take(&mut ebpf, map::CONNECTIONS)?;
         let ring: RingBuf<MapData> = take(&mut ebpf, map::EVENTS)?;
         let positions = ring::Positions::new(ring.as_fd()).map_err(TapError::Ring)?;
 
@@ -419,10 +423,15 @@ impl Tap {
             name: program::ZMQ_MSG_SEND,
             source,
         })?;
-        let missing_shm = program::SHM
-            .into_iter()
-            .filter_map(|name| Some((name, load_probe(&mut ebpf, name).err()?)))
-            .collect();
+        let refused = ProbeSet::ALL.map(|set| {
+            let others = set
+                .programs()
+                .iter()
+                .filter(|name| **name != program::ZMQ_MSG_SEND);
+            others
+                .filter_map(|name| Some((*name, load_probe(&mut ebpf, name).err()?)))
+                .collect()
+        });
         let mut missing = Vec::new();
         for (name, tracepoint) in program::TRACEPOINTS {
             if let Err(source) = attach_tracepoint(&mut ebpf, name, tracepoint) {
@@ -448,7 +457,8 @@ impl Tap {
                 failures: Default::default(),
                 programs: Mutex::default(),
                 missing,
-                missing_shm,
+                refused,
+                connections: Mutex::new(connections),
                 _stats: settings
                     .bpf_stats
                     .then(|| aya::sys::enable_stats(aya::sys::Stats::RunTime).ok())
@@ -464,10 +474,10 @@ impl Tap {
         &self.inner.missing
     }
 
-    /// Programs of [`ProbeSet::Shm`] that the kernel refused, and why: that set then goes nowhere.
+    /// Programs of a set that the kernel refused, and why: the set then goes nowhere.
     #[must_use]
-    pub fn missing_shm_programs(&self) -> &[(&'static str, ProgramError)] {
-        &self.inner.missing_shm
+    pub fn refused(&self, set: ProbeSet) -> &[(&'static str, ProgramError)] {
+        self.inner.refused.get(set.index()).map_or(&[], Vec::as_slice)
     }
 
     /// Has forks and the end of a process reported ([`Event::Fork`], [`Event::Exit`]), probed or not.
@@ -489,7 +499,8 @@ impl Tap {
     }
 
     /// As [`Tap::attach`], with any set of probes. With [`ProbeSet::Shm`] each put, get and removal that begins
-    /// after its return is in the ring.
+    /// after its return is in the ring; with [`ProbeSet::Http`] all that is done with connections that are accepted,
+    /// or begin a request, after its return.
     pub fn attach_set(&self, key: ProcessKey, set: ProbeSet) -> Result<Attached, AttachError> {
         let start = Instant::now();
         let result = self.inner.attach(key, set);
@@ -692,7 +703,7 @@ impl Inner {
     fn set(&self, pid: NonZeroU32, target: &Target, place: &Place) -> Result<UProbeLink, ProgramError> {
         set_probe(
             &mut self.ebpf.lock(),
-            place.function,
+            place.program,
             place.offset,
             &target.file.path(),
             UProbeScope::OneProcess(pid),
@@ -712,6 +723,23 @@ impl Inner {
     fn forget(&self, pid: u32, set: ProbeSet) {
         // Fails for a pid beyond the table alone, which never came in: nothing to undo.
         let _ = self.watched.lock().change(pid, 0, set.flag());
+        if set == ProbeSet::Http {
+            self.forget_connections(pid);
+        }
+    }
+
+    /// Another process may get the pid.
+    fn forget_connections(&self, pid: u32) {
+        let mut connections = self.connections.lock();
+        let of_process: Vec<u64> = connections
+            .keys()
+            .map_while(Result::ok)
+            .filter(|key| key >> 32 == u64::from(pid))
+            .collect();
+        for key in of_process {
+            // Gone meanwhile, by the table's own eviction.
+            let _ = connections.remove(&key);
+        }
     }
 }
 
@@ -807,8 +835,9 @@ fn load_probe(ebpf: &mut Ebpf, name: &'static str) -> Result<(), ProgramError> {
 }
 
 fn program_names() -> impl Iterator<Item = &'static str> {
-    std::iter::once(program::ZMQ_MSG_SEND)
-        .chain(program::SHM)
+    ProbeSet::ALL
+        .into_iter()
+        .flat_map(|set| set.programs().iter().copied())
         .chain(program::TRACEPOINTS.map(|(name, _)| name))
 }
 

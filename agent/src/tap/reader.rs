@@ -11,13 +11,13 @@ use std::{
 };
 
 use aya::maps::{MapData, RingBuf};
-use omnitap_ebpf::{FrameHeader, Kind, Record, flag};
+use omnitap_ebpf::{FrameHeader, HttpHeader, HttpOp, Kind, Record, flag};
 
 use super::{
     dedup::Dedup,
     shm::{Dropped, Threads},
 };
-use crate::wire::{frame::Frame, shm::ShmEvent};
+use crate::wire::{frame::Frame, http::HttpEvent, shm::ShmEvent};
 
 /// What the kernel told, in the order of its happening.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +27,8 @@ pub enum Event<'a> {
     Frame(Frame<'a>),
     /// A segment of shared memory was handed on, taken or removed.
     Shm(ShmEvent<'a>),
+    /// Something was done with an HTTP connection. Its bytes lie in the ring, too.
+    Http(HttpEvent<'a>),
     /// A process anywhere on the host called exec: it may have become one to watch.
     Exec {
         /// The process (initial PID namespace).
@@ -63,6 +65,10 @@ pub struct ReaderStats {
     pub shm_foreign: u64,
     /// Ends of a put or get whose begin did not come.
     pub shm_unpaired: u64,
+    /// Events of HTTP connections handed on.
+    pub http: u64,
+    /// Connections that turned out to be none of HTTP, or to be encrypted.
+    pub http_foreign: u64,
     /// Exec, fork and exit events handed on.
     pub process_events: u64,
     /// Records that could not be read: object and agent differ.
@@ -76,6 +82,8 @@ pub(super) struct Counts {
     shm: AtomicU64,
     shm_foreign: AtomicU64,
     shm_unpaired: AtomicU64,
+    http: AtomicU64,
+    http_foreign: AtomicU64,
     process_events: AtomicU64,
     malformed: AtomicU64,
 }
@@ -88,6 +96,8 @@ impl Counts {
             shm: self.shm.load(Ordering::Relaxed),
             shm_foreign: self.shm_foreign.load(Ordering::Relaxed),
             shm_unpaired: self.shm_unpaired.load(Ordering::Relaxed),
+            http: self.http.load(Ordering::Relaxed),
+            http_foreign: self.http_foreign.load(Ordering::Relaxed),
             process_events: self.process_events.load(Ordering::Relaxed),
             malformed: self.malformed.load(Ordering::Relaxed),
         }
@@ -163,13 +173,25 @@ impl Reader {
                         Err(Dropped::Unpaired) => add(&counts.shm_unpaired),
                     }
                 }
+                Record::Http {
+                    op,
+                    header,
+                    head,
+                    tail,
+                } => {
+                    if op == HttpOp::Foreign {
+                        add(&self.counts.http_foreign);
+                    }
+                    add(&self.counts.http);
+                    each(Event::Http(http(op, &header, head, tail)));
+                }
                 Record::Process(kind, record) => {
                     let (pid, time_ns) = (record.tgid, record.time_ns);
                     let event = match kind {
                         Kind::Exec => Event::Exec { pid, time_ns },
                         Kind::Fork => Event::Fork { parent: pid, time_ns },
                         Kind::Exit => Event::Exit { pid, time_ns },
-                        Kind::Frame | Kind::Shm => {
+                        Kind::Frame | Kind::Shm | Kind::Http => {
                             add(&self.counts.malformed);
                             continue;
                         }
@@ -226,5 +248,60 @@ fn frame<'a>(header: &FrameHeader, head: &'a [u8], tail: &'a [u8]) -> Frame<'a> 
         aux: header.flags & flag::AUX != 0,
         head,
         tail,
+    }
+}
+
+fn http<'a>(op: HttpOp, header: &HttpHeader, head: &'a [u8], tail: &'a [u8]) -> HttpEvent<'a> {
+    let HttpHeader {
+        kind: _,
+        op: _,
+        time_ns,
+        tgid: pid,
+        tid,
+        size,
+        fd,
+        head_len: _,
+        tail_len: _,
+        reserved: _,
+    } = *header;
+    match op {
+        HttpOp::Accepted => HttpEvent::Accepted {
+            pid,
+            tid,
+            fd,
+            time_ns,
+        },
+        HttpOp::Received => HttpEvent::Received {
+            pid,
+            tid,
+            fd,
+            time_ns,
+            size,
+            head,
+            tail,
+        },
+        HttpOp::Sent => HttpEvent::Sent {
+            pid,
+            tid,
+            fd,
+            time_ns,
+            size,
+            head,
+            tail,
+        },
+        HttpOp::Failed => HttpEvent::Failed {
+            pid,
+            tid,
+            fd,
+            time_ns,
+            errno: i32::try_from(size).unwrap_or(i32::MAX),
+        },
+        // It was never one, so that nothing more comes of it.
+        HttpOp::Closed | HttpOp::Foreign => HttpEvent::Closed {
+            pid,
+            tid,
+            fd,
+            time_ns,
+        },
     }
 }

@@ -53,13 +53,23 @@ pub enum SiteKind {
     Branch,
     /// Emulated conditional jump behind a system call, to tell its failure.
     Syscall,
+    /// As [`SiteKind::Syscall`], behind the function of libc that makes the system calls of others: all of their
+    /// calls hit it.
+    Helper,
     /// Single-stepped: a hit costs some 20 times more.
     Slow,
 }
 
 impl SiteKind {
     /// All, in the order of [`SiteKind::index`].
-    pub const ALL: [Self; 5] = [Self::Push, Self::Nop, Self::Branch, Self::Syscall, Self::Slow];
+    pub const ALL: [Self; 6] = [
+        Self::Push,
+        Self::Nop,
+        Self::Branch,
+        Self::Syscall,
+        Self::Helper,
+        Self::Slow,
+    ];
 
     /// Label value.
     #[must_use]
@@ -69,6 +79,7 @@ impl SiteKind {
             Self::Nop => "nop",
             Self::Branch => "branch",
             Self::Syscall => "syscall",
+            Self::Helper => "helper",
             Self::Slow => "slow",
         }
     }
@@ -133,6 +144,84 @@ fn behind_syscall(offset: u64, before: usize) -> Site {
     }
 }
 
+/// The function that another one leaves its system call to (glibc from 2.41 on): how many bytes it lies behind the
+/// entry of that one. `None`: it calls none, or several.
+#[must_use]
+pub fn helper(arch: Arch, code: &[u8]) -> Option<i64> {
+    let mut calls = match arch {
+        Arch::X86_64 => x86_64_calls(code),
+        Arch::Aarch64 => aarch64_calls(code),
+    };
+    calls.dedup();
+    match calls[..] {
+        [distance] => Some(distance),
+        _ => None,
+    }
+}
+
+/// The site in such a helper, behind its own call, where it is told whether the system call failed: it has the
+/// result, and the arguments no more.
+#[must_use]
+pub fn behind_helper(arch: Arch, code: &[u8]) -> Option<Site> {
+    match arch {
+        Arch::X86_64 => {
+            let instructions: Vec<_> = Decoder::with_ip(64, code, 0, DecoderOptions::NONE)
+                .iter()
+                .take(usize::from(MAX_SKIPPED))
+                .collect();
+            let call = instructions
+                .iter()
+                .position(|instruction| instruction.flow_control() == FlowControl::Call)?;
+            let mut pairs = instructions.windows(2).enumerate().skip(call + 1);
+            pairs.find_map(|(before, pair)| {
+                let [compare, jump] = pair else { return None };
+                tells_failure(code, *compare, *jump).then(|| Site {
+                    kind: SiteKind::Helper,
+                    ..behind_syscall(jump.ip(), before + 1)
+                })
+            })
+        }
+        Arch::Aarch64 => {
+            let words = words(code);
+            let words = words.get(..words.len().min(usize::from(MAX_SKIPPED)))?;
+            let call = words.iter().position(|word| word & 0xfc00_0000 == 0x9400_0000)?;
+            let mut pairs = words.windows(2).enumerate().skip(call + 1);
+            pairs.find_map(|(before, pair)| match *pair {
+                [CMN_4095 | CMN_4096, jump] if is_failure_branch(jump) => Some(Site {
+                    kind: SiteKind::Helper,
+                    ..behind_syscall(4 * u64::try_from(before + 1).ok()?, before + 1)
+                }),
+                _ => None,
+            })
+        }
+    }
+}
+
+/// Where calls, and jumps out of the function, lead to.
+fn x86_64_calls(code: &[u8]) -> Vec<i64> {
+    Decoder::with_ip(64, code, 0, DecoderOptions::NONE)
+        .iter()
+        .filter(|instruction| {
+            matches!(
+                instruction.code(),
+                Code::Call_rel32_64 | Code::Jmp_rel32_64 | Code::Jmp_rel8_64
+            )
+        })
+        .map(|instruction| instruction.near_branch_target().cast_signed())
+        .filter(|target| !usize::try_from(*target).is_ok_and(|target| target < code.len()))
+        .collect()
+}
+
+fn aarch64_calls(code: &[u8]) -> Vec<i64> {
+    words(code)
+        .iter()
+        .zip(0_i64..)
+        .filter(|(word, _)| **word & 0x7c00_0000 == 0x1400_0000)
+        .map(|(word, index)| 4 * (index + signed_field(*word, 0, 26)))
+        .filter(|target| !usize::try_from(*target).is_ok_and(|target| target < code.len()))
+        .collect()
+}
+
 /// `syscall`, `cmp rax, -4095` (or -4096), and a conditional jump.
 fn x86_64_syscalls(code: &[u8]) -> Vec<Site> {
     let instructions: Vec<_> = Decoder::with_ip(64, code, 0, DecoderOptions::NONE)
@@ -144,15 +233,17 @@ fn x86_64_syscalls(code: &[u8]) -> Vec<Site> {
             let [call, compare, jump] = triple else {
                 return None;
             };
-            let is_result =
-                compare.code() == Code::Cmp_RAX_imm32 && matches!(compare.immediate32to64(), -4096 | -4095);
-            let found = call.code() == Code::Syscall
-                && is_result
-                && jump.flow_control() == FlowControl::ConditionalBranch
-                && bytes(code, jump).and_then(emulated) == Some(SiteKind::Branch);
+            let found = call.code() == Code::Syscall && tells_failure(code, *compare, *jump);
             found.then(|| behind_syscall(jump.ip(), before + 2))
         })
         .collect()
+}
+
+fn tells_failure(code: &[u8], compare: Instruction, jump: Instruction) -> bool {
+    compare.code() == Code::Cmp_RAX_imm32
+        && matches!(compare.immediate32to64(), -4096 | -4095)
+        && jump.flow_control() == FlowControl::ConditionalBranch
+        && bytes(code, &jump).and_then(emulated) == Some(SiteKind::Branch)
 }
 
 fn bytes<'a>(code: &'a [u8], instruction: &Instruction) -> Option<&'a [u8]> {
@@ -160,26 +251,42 @@ fn bytes<'a>(code: &'a [u8], instruction: &Instruction) -> Option<&'a [u8]> {
     code.get(start..start + instruction.len())
 }
 
-/// `svc #0`, `cmn x0, #4095` (or 4096), and `b.cs` or `b.hi`.
+const CMN_4095: u32 = 0xb13f_fc1f;
+const CMN_4096: u32 = 0xb140_041f;
+
+/// `svc #0`, `cmn x0, #4095` (or 4096), and `b.cs` or `b.hi`; the result may be kept in another register first.
 fn aarch64_syscalls(code: &[u8]) -> Vec<Site> {
     const SVC: u32 = 0xd400_0001;
-    const CMN_4095: u32 = 0xb13f_fc1f;
-    const CMN_4096: u32 = 0xb140_041f;
-    let (words, _) = code.as_chunks::<4>();
-    let words: Vec<_> = words.iter().map(|word| u32::from_le_bytes(*word)).collect();
-    words
-        .windows(3)
-        .zip(0_u64..)
-        .filter_map(|(triple, before)| match *triple {
-            [SVC, CMN_4095 | CMN_4096, jump] if matches!(jump & 0xff00_001f, 0x5400_0002 | 0x5400_0008) => {
-                Some(behind_syscall(
-                    4 * (before + 2),
-                    usize::try_from(before + 2).ok()?,
-                ))
+    let words = words(code);
+    let mut sites = Vec::new();
+    for (at, rest) in (0..words.len()).filter_map(|at| Some((at, words.get(at..)?))) {
+        let before = match *rest {
+            [SVC, CMN_4095 | CMN_4096, jump, ..] if is_failure_branch(jump) => at + 2,
+            // mov xN, x0
+            [SVC, keep, CMN_4095 | CMN_4096, jump, ..]
+                if keep & 0xffff_ffe0 == 0xaa00_03e0 && is_failure_branch(jump) =>
+            {
+                at + 3
             }
-            _ => None,
-        })
-        .collect()
+            _ => continue,
+        };
+        sites.extend(
+            u64::try_from(before)
+                .ok()
+                .map(|index| behind_syscall(4 * index, before)),
+        );
+    }
+    sites
+}
+
+fn words(code: &[u8]) -> Vec<u32> {
+    let (words, _) = code.as_chunks::<4>();
+    words.iter().map(|word| u32::from_le_bytes(*word)).collect()
+}
+
+/// `b.cs` or `b.hi`.
+fn is_failure_branch(word: u32) -> bool {
+    matches!(word & 0xff00_001f, 0x5400_0002 | 0x5400_0008)
 }
 
 fn x86_64(code: &[u8], arguments: u8) -> Option<Site> {
@@ -202,7 +309,11 @@ fn x86_64(code: &[u8], arguments: u8) -> Option<Site> {
             };
             return passed_once(code, site.offset).then_some(site);
         }
+        // That of an `int` in place leaves it what it is.
+        let is_widened = instruction.code() == Code::Movsxd_r64_rm32
+            && instruction.op0_register() == instruction.op1_register().full_register();
         if instruction.code() != Code::Endbr64
+            && !is_widened
             && (instruction.flow_control() != FlowControl::Next
                 || writes_argument(&mut info, &instruction, arguments))
         {
@@ -251,7 +362,7 @@ fn passed_once(code: &[u8], site: u64) -> bool {
 }
 
 /// Passes over hints (`nop`, `bti`, `paciasp`), stores, `mov` and `add`/`sub` of an immediate into registers
-/// other than those of the arguments; takes the first simulated instruction; anything else ends the search.
+/// other than those of the arguments, and an `int` that is widened in place; takes the first simulated instruction; anything else ends the search.
 fn aarch64(code: &[u8], arguments: u8) -> Option<Site> {
     let mut words = code.chunks_exact(4).zip(0_u64..);
     for skipped in 0..=MAX_SKIPPED {
@@ -296,8 +407,19 @@ fn passed_over(word: u32, arguments: u32) -> bool {
         || word & 0x3bc0_0000 == 0x3900_0000
         // mov between registers.
         || word & 0x7fe0_ffe0 == 0x2a00_03e0 && spared
+        // mov of a constant.
+        || word & 0x7f80_0000 == 0x5280_0000 && spared
+        // sxtw in place: the argument stays what it is.
+        || word & 0xffff_fc00 == 0x9340_7c00 && word & 0x1f == (word >> 5) & 0x1f
+        // sxtw elsewhere.
+        || word & 0xffff_fc00 == 0x9340_7c00 && spared
         // add and sub of an immediate that leave the flags alone; mov to and from sp is one.
         || word & 0x3f80_0000 == 0x1100_0000 && spared
+}
+
+/// Sign-extended field of an instruction.
+fn signed_field(word: u32, low: u32, bits: u32) -> i64 {
+    i64::from((word >> low) << (32 - bits)) << 32 >> (64 - bits)
 }
 
 fn branches_back(code: &[u8], site: u64) -> bool {
@@ -306,16 +428,12 @@ fn branches_back(code: &[u8], site: u64) -> bool {
             return false;
         };
         let word = u32::from_le_bytes(bytes);
-        let field = |low: u32, bits: u32| -> i64 {
-            // Sign-extended field of the instruction.
-            i64::from((word >> low) << (32 - bits)) << 32 >> (64 - bits)
-        };
         let distance = if word & 0xfc00_0000 == 0x1400_0000 {
-            field(0, 26)
+            signed_field(word, 0, 26)
         } else if word & 0xff00_0010 == 0x5400_0000 || word & 0x7e00_0000 == 0x3400_0000 {
-            field(5, 19)
+            signed_field(word, 5, 19)
         } else if word & 0x7e00_0000 == 0x3600_0000 {
-            field(5, 14)
+            signed_field(word, 5, 14)
         } else {
             return false;
         };
@@ -462,7 +580,8 @@ mod tests {
     #[case::flock(&[NOP, 0xd280_0408, SVC, 0xb13f_fc1f, 0x5400_0042, RET], &[16])]
     #[case::with_bti(&[BTI_C, 0xd280_0408, SVC, 0xb13f_fc1f, 0x5400_0042, RET], &[16])]
     // read keeps the result first.
-    #[case::cancellable(&[SVC, 0xaa00_03f3, 0xb140_041f, 0x5400_0328], &[])]
+    #[case::cancellable(&[SVC, 0xaa00_03f3, 0xb140_041f, 0x5400_0328], &[12])]
+    #[case::another_is_kept(&[SVC, 0xaa01_03f3, 0xb140_041f, 0x5400_0328], &[])]
     #[case::helper(&[SVC, RET], &[])]
     #[case::other_condition(&[SVC, 0xb13f_fc1f, 0x5400_0043, RET], &[])]
     fn aarch64_system_calls(#[case] words: &[u32], #[case] offsets: &[u64]) {

@@ -13,7 +13,7 @@ use std::{
         fd::AsRawFd,
         unix::{
             ffi::OsStrExt,
-            fs::{MetadataExt, OpenOptionsExt},
+            fs::{FileExt, MetadataExt, OpenOptionsExt},
         },
     },
     path::{Path, PathBuf},
@@ -63,7 +63,9 @@ pub enum SymbolError {
     #[error("does not define the symbol")]
     Missing,
     /// The function has no place where its probe could be.
-    #[error("`{0}` has no jump behind its system call to probe")]
+    #[error(
+        "`{0}` has no jump behind its system call to probe, and none in a function that makes the call for it"
+    )]
     NoSite(&'static str),
 }
 
@@ -142,6 +144,14 @@ impl MappedFile {
             .map_err(SymbolError::Open)?;
         let id = FileId::of(&file.metadata().map_err(SymbolError::Open)?);
         Ok(Self { file, id })
+    }
+
+    /// Code at an offset of the file, of a function whose size is not known.
+    pub fn code_at(&self, offset: u64) -> Result<Vec<u8>, SymbolError> {
+        let mut code = vec![0; CODE_OF_UNKNOWN_SIZE as usize];
+        let read = self.file.read_at(&mut code, offset).map_err(SymbolError::Open)?;
+        code.truncate(read);
+        Ok(code)
     }
 
     /// A path that leads to this very file for as long as it is open, in this process.

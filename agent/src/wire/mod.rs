@@ -6,6 +6,7 @@ pub mod connector;
 pub mod control;
 pub mod engine;
 pub mod frame;
+pub mod http;
 pub mod layout;
 pub mod message;
 pub mod msgpack;
