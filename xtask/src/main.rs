@@ -3,6 +3,7 @@
 mod bench;
 mod demo;
 mod ebpf;
+mod image;
 mod real;
 mod setup;
 mod test;
@@ -30,6 +31,8 @@ enum Task {
     Real(real::Args),
     /// Measure what the probe, the decoder, the scrape and the agent cost
     Bench(bench::Args),
+    /// Prove the steps of the container image in bare Debian roots, and run the agent in one
+    Image(image::Args),
     /// Run the tap inside Debian kernels under QEMU
     Vm(vm::Args),
 }
@@ -41,6 +44,7 @@ fn main() -> Result<()> {
         Task::Test(args) => test::run(&args),
         Task::Real(args) => real::run(&args),
         Task::Bench(args) => bench::run(&args),
+        Task::Image(args) => image::run(&args),
         Task::Vm(args) => vm::run(&args),
     }
 }
