@@ -3,7 +3,7 @@
 use std::{
     fs::File,
     net::TcpListener,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     sync::OnceLock,
     time::{Duration, Instant},
@@ -67,11 +67,24 @@ impl Agent {
 
     /// Starts a subcommand that serves, on this port.
     pub fn start_on(port: u16, subcommand: &str, flags: &[&str]) -> Result<Self> {
+        Self::start_under(&[], &binary()?, port, subcommand, flags)
+    }
+
+    /// Starts a subcommand of this binary on this port, by way of a command that takes rights away and becomes what its
+    /// further arguments say.
+    pub fn start_under(
+        wrapper: &[String],
+        binary: &Path,
+        port: u16,
+        subcommand: &str,
+        flags: &[&str],
+    ) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         // A killed test run must leave no agent, and so no probe, behind.
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "TERM", "--"])
-            .arg(binary()?)
+            .args(wrapper)
+            .arg(binary)
             .arg(subcommand)
             .args(["--web.listen-address", &format!("127.0.0.1:{port}")])
             .args(flags)

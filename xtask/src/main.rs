@@ -2,7 +2,9 @@
 
 mod bench;
 mod demo;
+mod deploy;
 mod ebpf;
+mod image;
 mod real;
 mod setup;
 mod test;
@@ -30,6 +32,10 @@ enum Task {
     Real(real::Args),
     /// Measure what the probe, the decoder, the scrape and the agent cost
     Bench(bench::Args),
+    /// Prove what is under deploy/, each with the tool that will read it
+    Deploy(deploy::Args),
+    /// Prove the steps of the container image in bare Debian roots, and run the agent in one
+    Image(image::Args),
     /// Run the tap inside Debian kernels under QEMU
     Vm(vm::Args),
 }
@@ -41,6 +47,8 @@ fn main() -> Result<()> {
         Task::Test(args) => test::run(&args),
         Task::Real(args) => real::run(&args),
         Task::Bench(args) => bench::run(&args),
+        Task::Deploy(args) => deploy::run(&args),
+        Task::Image(args) => image::run(&args),
         Task::Vm(args) => vm::run(&args),
     }
 }
