@@ -26,6 +26,7 @@ use tracing::{error, info, warn};
 use crate::{
     config::ModelName,
     host::{
+        connectors::Connectors,
         identity::{Change, Flavor, Pipeline, PipelineId, ProcessKey, Role},
         scan::{Host, Settings as HostSettings},
     },
@@ -123,6 +124,8 @@ enum Notice {
 enum Attach {
     On(ProcessKey, ProbeSet),
     Off(ProcessKey, ProbeSet),
+    /// The process has a connector whose transfers are not seen.
+    Unseen(ProcessKey),
     FirstScanDone,
 }
 
@@ -177,7 +180,7 @@ impl Agent {
             model_names: settings.model_names.clone(),
             tap: tap.clone(),
             http: settings.http,
-            changes,
+            changes: changes.clone(),
             attach,
             status: status.clone(),
             pipelines: BTreeMap::new(),
@@ -185,6 +188,8 @@ impl Agent {
         };
         let attacher = Attacher {
             tap: tap.clone(),
+            changes,
+            members: HashMap::new(),
             attached: HashMap::new(),
             retries: BTreeMap::new(),
             status: status.clone(),
@@ -510,6 +515,9 @@ impl Discovery {
                     for change in changes {
                         self.tell(change);
                     }
+                    for (key, connectors) in self.host.look_for_connectors() {
+                        self.connectors_seen(key, connectors);
+                    }
                     if std::mem::take(&mut first) {
                         drop(self.attach.send(Attach::FirstScanDone));
                     }
@@ -538,7 +546,7 @@ impl Discovery {
                 }
                 self.roles.insert(process.key, (process.role, process.pipeline));
                 attach.extend(ProbeSet::ALL.map(|set| {
-                    if self.belongs(set, process.role, process.pipeline) {
+                    if self.belongs(set, process.key, process.role, process.pipeline) {
                         Attach::On(process.key, set)
                     } else {
                         Attach::Off(process.key, set)
@@ -568,7 +576,7 @@ impl Discovery {
                 let members = self
                     .roles
                     .iter()
-                    .filter(|(_, (role, of))| of == id && self.belongs(ProbeSet::Shm, *role, *of));
+                    .filter(|(key, (role, of))| of == id && self.belongs(ProbeSet::Shm, **key, *role, *of));
                 attach.extend(members.map(|(key, _)| Attach::On(*key, ProbeSet::Shm)));
                 self.status
                     .set_pipelines(self.pipelines.values().cloned().collect());
@@ -579,6 +587,7 @@ impl Discovery {
                 self.status
                     .set_pipelines(self.pipelines.values().cloned().collect());
             }
+            Change::Payloads { .. } => {}
         }
         // The change goes first: the reader looks for it when a frame comes from a process it does not know.
         drop(self.changes.send(change));
@@ -587,15 +596,34 @@ impl Discovery {
         }
     }
 
-    /// Whether a process of this role and pipeline gets these probes.
-    fn belongs(&self, set: ProbeSet, role: Role, pipeline: PipelineId) -> bool {
+    /// A process may use these connectors.
+    fn connectors_seen(&self, key: ProcessKey, connectors: Connectors) {
+        info!(pid = key.pid, ?connectors, "connectors");
+        let Some(&(role, pipeline)) = self.roles.get(&key) else {
+            return;
+        };
+        let sets = ProbeSet::ALL.into_iter();
+        let sets = sets.filter(|&set| self.belongs(set, key, role, pipeline));
+        for attach in sets
+            .map(|set| Attach::On(key, set))
+            .chain(connectors.unseen.then_some(Attach::Unseen(key)))
+        {
+            drop(self.attach.send(attach));
+        }
+    }
+
+    /// Whether a process of this role and pipeline gets these probes. All that a worker sends is wake-ups, unless its
+    /// connector sends messages.
+    fn belongs(&self, set: ProbeSet, key: ProcessKey, role: Role, pipeline: PipelineId) -> bool {
         let is_omni = || {
             self.pipelines
                 .get(&pipeline)
                 .is_some_and(|pipeline| pipeline.flavor == Flavor::Omni)
         };
         match set {
-            ProbeSet::Frames => role.is_tapped(),
+            ProbeSet::Frames => {
+                role.is_tapped() || role == Role::Worker && is_omni() && self.host.connectors(key).control
+            }
             ProbeSet::Shm => role.has_connector() && is_omni(),
             ProbeSet::Http => role.serves_http() && self.http,
         }
@@ -632,13 +660,41 @@ fn parent(pid: u32) -> Option<u32> {
     u32::try_from(process.stat().ok()?.ppid).ok()
 }
 
+fn mark(sets: &mut [bool; ProbeSet::ALL.len()], set: ProbeSet, value: bool) {
+    if let Some(mark) = sets.get_mut(set.index()) {
+        *mark = value;
+    }
+}
+
 /// The attach thread.
 struct Attacher {
     tap: Option<Tap>,
+    changes: Sender<Change>,
+    members: HashMap<ProcessKey, Member>,
     attached: HashMap<(ProcessKey, ProbeSet), Attached>,
     /// What is to be tried again, by when, with the number of attempts so far.
     retries: BTreeMap<(Instant, ProcessKey, ProbeSet), usize>,
     status: Status,
+}
+
+/// The probes of a process.
+#[derive(Default)]
+struct Member {
+    /// By [`ProbeSet::index`], those that it is to have, and those of them that are on.
+    wanted: [bool; ProbeSet::ALL.len()],
+    on: [bool; ProbeSet::ALL.len()],
+    /// It has a connector whose transfers are not seen.
+    unseen: bool,
+    /// What the reader was told last.
+    told: bool,
+}
+
+impl Member {
+    /// Whether all that it hands on by a connector is seen.
+    fn sees_payloads(&self) -> bool {
+        let wants_shm = self.wanted.get(ProbeSet::Shm.index()) == Some(&true);
+        wants_shm && !self.unseen && self.wanted.iter().zip(self.on).all(|(wanted, on)| !wanted || on)
+    }
 }
 
 impl Attacher {
@@ -650,6 +706,7 @@ impl Attacher {
             };
             match next {
                 Ok(Attach::On(key, set)) => {
+                    self.member(key, |member| mark(&mut member.wanted, set, true));
                     let waits =
                         |waiting: &(Instant, ProcessKey, ProbeSet)| (waiting.1, waiting.2) == (key, set);
                     if !self.attached.contains_key(&(key, set)) && !self.retries.keys().any(waits) {
@@ -661,7 +718,12 @@ impl Attacher {
                         .retain(|waiting, _| (waiting.1, waiting.2) != (key, set));
                     // Dropping takes the probes off on a thread of the tap's.
                     drop(self.attached.remove(&(key, set)));
+                    self.member(key, |member| {
+                        mark(&mut member.wanted, set, false);
+                        mark(&mut member.on, set, false);
+                    });
                 }
+                Ok(Attach::Unseen(key)) => self.member(key, |member| member.unseen = true),
                 Ok(Attach::FirstScanDone) => self.status.set_scanned(),
                 Err(RecvTimeoutError::Timeout) => {
                     if let Some(((_, key, set), attempts)) = self.retries.pop_first() {
@@ -670,6 +732,19 @@ impl Attacher {
                 }
                 Err(RecvTimeoutError::Disconnected) => return,
             }
+        }
+    }
+
+    /// Changes what is known of a process, and tells the reader what follows from it.
+    fn member(&mut self, key: ProcessKey, change: impl FnOnce(&mut Member)) {
+        let member = self.members.entry(key).or_default();
+        change(member);
+        let seen = member.sees_payloads();
+        if std::mem::replace(&mut member.told, seen) != seen {
+            drop(self.changes.send(Change::Payloads { key, seen }));
+        }
+        if !member.wanted.contains(&true) {
+            self.members.remove(&key);
         }
     }
 
@@ -696,6 +771,7 @@ impl Attacher {
                     }
                 }
                 self.attached.insert((key, set), attached);
+                self.member(key, |member| mark(&mut member.on, set, true));
             }
             // Its end is on its way.
             Err(AttachError::Gone) => {}

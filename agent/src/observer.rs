@@ -138,7 +138,7 @@ impl Observer {
                 self.introduce(process);
             }
             Change::ProcessGone(key) => self.forget(*key),
-            Change::PipelineGone(_) => {}
+            Change::PipelineGone(_) | Change::Payloads { .. } => {}
         }
         let (tracker, mut sink) = self.tap();
         tracker.change(change, now_ns, &mut sink);
@@ -189,10 +189,14 @@ impl Observer {
                 watched.stats_ns = Some(frame.time_ns);
             }
         }
-        if let Content::Message { message, .. } = &decoded.content {
-            let mut sink = Merged::new(&mut self.registry, &mut self.merge, Feed::Tap, &NoRequests);
-            self.tracker
-                .message(frame.pid, frame.socket, frame.time_ns, message, &mut sink);
+        match &decoded.content {
+            Content::Message { message, .. } => {
+                let mut sink = Merged::new(&mut self.registry, &mut self.merge, Feed::Tap, &NoRequests);
+                self.tracker
+                    .message(frame.pid, frame.socket, frame.time_ns, message, &mut sink);
+            }
+            Content::Aux(aux) => self.tracker.aux(frame.pid, *aux),
+            Content::Nothing | Content::Failed(_) => {}
         }
         Taken::Known(decoded.kind)
     }

@@ -162,4 +162,12 @@ pub enum Change {
     ProcessGone(ProcessKey),
     /// Every process of a pipeline ended.
     PipelineGone(PipelineId),
+    /// From now on each payload that a process hands on by a connector is seen, or it need not be: the probes for all
+    /// connectors that it has are on, or are not.
+    Payloads {
+        /// The process.
+        key: ProcessKey,
+        /// Whether they are seen.
+        seen: bool,
+    },
 }

@@ -1,5 +1,6 @@
 //! What runs on this host: processes and their roles, pipelines, package versions, containers.
 
+pub mod connectors;
 pub mod container;
 pub mod identity;
 pub mod pipelines;

@@ -245,7 +245,7 @@ impl Table {
             match change {
                 Change::ProcessGone(key) => drop(self.processes.remove(key)),
                 Change::PipelineGone(id) => drop(self.pipelines.remove(id)),
-                Change::Pipeline(_) | Change::Process(_) => {}
+                Change::Pipeline(_) | Change::Process(_) | Change::Payloads { .. } => {}
             }
         }
         for seen in self.candidates.values_mut() {

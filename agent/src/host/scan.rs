@@ -6,7 +6,7 @@
 //! found uninteresting costs nothing but its part of the listing.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fs, io,
     io::Read,
     os::unix::fs::{DirEntryExt, MetadataExt},
@@ -17,8 +17,9 @@ use std::{
 use procfs::{FromRead, ProcError, process::Process as ProcProcess};
 
 use super::{
+    connectors::{Connectors, Watch},
     container,
-    identity::{Change, Container, Pipeline, Process, ProcessKey, Versions},
+    identity::{Change, Container, Flavor, Pipeline, Process, ProcessKey, Versions},
     pipelines::{Evidence, Sighting, TITLE_AGE, Table, age},
     versions,
 };
@@ -83,6 +84,7 @@ impl Default for Settings {
 pub struct Host {
     proc: Proc,
     table: Table,
+    connectors: Watch,
     scan_interval: Duration,
     /// Time since boot of the last look round.
     now: Duration,
@@ -103,6 +105,7 @@ impl Host {
                 round: 0,
             },
             table: Table::default(),
+            connectors: Watch::default(),
             scan_interval,
             now: Duration::ZERO,
         }
@@ -184,6 +187,36 @@ impl Host {
             due.saturating_sub(self.now)
                 .clamp(SHORTEST_PAUSE, self.scan_interval)
         })
+    }
+
+    /// Looks for connectors in the processes that may run one and are due; returns those of which there is news. Call it
+    /// after a scan.
+    pub fn look_for_connectors(&mut self) -> Vec<(ProcessKey, Connectors)> {
+        let mut news = Vec::new();
+        let alive: HashSet<ProcessKey> = self.table.processes().map(|process| process.key).collect();
+        self.connectors.keep(|key| alive.contains(key));
+        let is_omni = |process: &Process| {
+            self.table
+                .pipelines()
+                .any(|pipeline| pipeline.id == process.pipeline && pipeline.flavor == Flavor::Omni)
+        };
+        for process in self.table.processes().filter(|p| p.role.has_connector()) {
+            let key = process.key;
+            if is_omni(process)
+                && self.connectors.is_due(key, age(&key, self.now), self.now)
+                && let Some(maps) = self.proc.maps(key)
+                && self.connectors.seen(key, Connectors::mapped(&maps))
+            {
+                news.push((key, self.connectors.of(key)));
+            }
+        }
+        news
+    }
+
+    /// The connectors that a process is known to have.
+    #[must_use]
+    pub fn connectors(&self, key: ProcessKey) -> Connectors {
+        self.connectors.of(key)
     }
 
     /// Whether a process has a role. Forks of other processes need no [`Self::examine`].

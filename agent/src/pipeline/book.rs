@@ -13,7 +13,10 @@ use std::{
 use rustc_hash::{FxBuildHasher, FxHashMap};
 use slab::Slab;
 
-use super::audio::AudioState;
+use super::{
+    audio::AudioState,
+    forwards::{Forwarded, Payload},
+};
 use crate::{
     metrics::merge::{Known, Mark},
     wire::message::{Add, FinishReason, OutputKind},
@@ -87,6 +90,8 @@ pub(super) struct Part {
     /// The first output of the request at this stage was seen.
     pub(super) from_first: bool,
     pub(super) session: Option<Box<Session>>,
+    /// What its ADD carries of the stage before, until the stage answers.
+    pub(super) payload: Option<Box<Payload>>,
 }
 
 impl Part {
@@ -115,6 +120,7 @@ impl Part {
             has_stop_strings: false,
             from_first,
             session: None,
+            payload: None,
         }
     }
 
@@ -219,6 +225,20 @@ impl Request {
         self.phase == Phase::Live && usize::from(self.finished) < self.parts.len()
     }
 
+    /// What a further ADD carries to the next stage: the output of the stage before, once all stages that have been
+    /// given the request are done with it. A stage that is given it before waits for its input elsewhere.
+    fn payload(&self, size: u64) -> Option<Box<Payload>> {
+        let before = self.parts.last()?;
+        (usize::from(self.finished) == self.parts.len()).then(|| {
+            Box::new(Payload {
+                from: before.engine,
+                from_added_ns: before.added_ns,
+                output_ns: self.finish_ns,
+                size,
+            })
+        })
+    }
+
     /// When the pipeline was given it; `None`: before the agent looked.
     pub(super) fn start_ns(&self) -> Option<u64> {
         (self.from_first_stage && self.start_ns != 0).then_some(self.start_ns)
@@ -271,6 +291,8 @@ struct Lane {
     pid: u32,
     socket: u64,
     engine: u16,
+    /// The last ADD that carries a payload: when it was sent, and whose share it is.
+    carried: Option<(u64, u32, u8)>,
 }
 
 /// Parallel samples of one prompt (`n` > 1): plain vLLM sends each as a request `{index}_{parent id}`.
@@ -339,6 +361,8 @@ pub(super) struct Book {
     pub(super) due: BinaryHeap<Reverse<Due>>,
     /// Stage finishes of the frame at hand.
     pub(super) finished: Vec<Finished>,
+    /// Payloads that arrived with the frame at hand.
+    pub(super) forwarded: Vec<Forwarded>,
     /// The requests that were completed last.
     recent: VecDeque<Recent>,
     serial: u32,
@@ -431,11 +455,46 @@ impl Book {
             return Added::Refused("too_many_stages");
         }
         request.parts.reserve_exact(1);
-        request
-            .parts
-            .push(Part::added(lane, add, time_ns, wall_offset_ns));
+        let mut part = Part::added(lane, add, time_ns, wall_offset_ns);
+        if !shared_lanes {
+            part.payload = request.payload(add.size);
+        }
+        let carries = part.payload.is_some();
+        request.parts.push(part);
         self.unclaimed += 1;
+        if carries && let Some(lane) = self.lanes.get_mut(usize::from(lane)) {
+            lane.carried = Some((time_ns, index, small(request.parts.len() - 1)));
+        }
         Added::New
+    }
+
+    /// A tensor or array followed the message that was sent at `message_ns` on this socket.
+    pub(super) fn aux(&mut self, pid: u32, socket: u64, message_ns: u64, size: u64) {
+        let lane = self.lanes.iter().find(|lane| lane.pid == pid && lane.socket == socket);
+        if let Some((time_ns, request, part)) = lane.and_then(|lane| lane.carried)
+            && time_ns == message_ns
+            && let Some(part) = self.part_mut(request, part)
+            && let Some(payload) = &mut part.payload
+        {
+            payload.size = payload.size.saturating_add(size);
+        }
+    }
+
+    /// The engine that has answered for a share has its payload. `queued`: when it took it up, in seconds of its
+    /// clock, where it says so.
+    pub(super) fn payload_arrived(&mut self, request: u32, part: u8, queued: Option<f64>) {
+        let Some(part) = self.part_mut(request, part) else {
+            return;
+        };
+        if let Some(payload) = part.payload.take() {
+            let (to, added_ns) = (part.engine, part.added_ns);
+            self.forwarded.push(Forwarded {
+                payload: *payload,
+                to,
+                added_ns,
+                queued,
+            });
+        }
     }
 
     fn segment(
@@ -717,6 +776,7 @@ impl Book {
             pid,
             socket,
             engine: NONE,
+            carried: None,
         };
         let place = if let Some(known) = known {
             known
@@ -796,6 +856,11 @@ impl Book {
             for part in &mut request.parts {
                 if part.engine == engine {
                     part.engine = NONE;
+                }
+                if let Some(payload) = &mut part.payload
+                    && payload.from == engine
+                {
+                    payload.from = NONE;
                 }
             }
             if let Some(audio) = &mut request.audio

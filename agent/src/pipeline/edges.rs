@@ -1,6 +1,6 @@
 //! The edges between stages and their four families.
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
     places::{End, Place},
@@ -13,6 +13,9 @@ use crate::{
 
 /// Model name where neither the command line nor anything else tells it.
 const UNKNOWN_MODEL: &str = "unknown";
+
+/// Stages that are told apart: keys, which name them, may say anything.
+const MAX_STAGES: usize = 1024;
 
 /// Why a hop, or part of it, gave no sample: values of the label `reason`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,8 +42,10 @@ pub(super) enum Reason {
     TableFull,
     /// The pipeline ended.
     PipelineEnded,
-    /// The connector does this without any message.
+    /// It happens without any message.
     NotOnTheWire,
+    /// Whether a connector moved the payload could not be seen.
+    ConnectorNotSeen,
     /// The value was in bytes that were not captured.
     FrameCut,
 }
@@ -60,6 +65,7 @@ impl Reason {
             Self::TableFull => "table_full",
             Self::PipelineEnded => "pipeline_ended",
             Self::NotOnTheWire => "not_on_the_wire",
+            Self::ConnectorNotSeen => "connector_not_seen",
             Self::FrameCut => "frame_cut",
         }
     }
@@ -121,6 +127,8 @@ struct Series {
     /// Made with the first hop.
     scope_id: Option<ScopeId>,
     edges: FxHashMap<(End, End), ExtraId>,
+    /// Stages whose outputs a connector moves.
+    connected: FxHashSet<u32>,
 }
 
 /// The edges of all pipelines.
@@ -177,6 +185,7 @@ impl Edges {
                     scope,
                     scope_id: None,
                     edges: FxHashMap::default(),
+                    connected: FxHashSet::default(),
                 };
                 self.series.insert(pipeline.id, series);
             }
@@ -187,6 +196,22 @@ impl Edges {
         if let Some(scope) = self.series.remove(&pipeline).and_then(|series| series.scope_id) {
             sink.retire(scope);
         }
+    }
+
+    /// A connector moves outputs of this stage.
+    pub(super) fn connect(&mut self, pipeline: PipelineId, from_stage: Option<u32>) {
+        if let Some(stage) = from_stage
+            && let Some(series) = self.series.get_mut(&pipeline)
+            && series.connected.len() < MAX_STAGES
+        {
+            series.connected.insert(stage);
+        }
+    }
+
+    pub(super) fn is_connected(&self, pipeline: PipelineId, from_stage: u32) -> bool {
+        self.series
+            .get(&pipeline)
+            .is_some_and(|series| series.connected.contains(&from_stage))
     }
 
     /// The end of an edge at a process's place. The key's own stage stands in where the process's is not known, and

@@ -366,6 +366,7 @@ impl Engine {
         let Some(id) = book.request(request).map(|request| Arc::clone(&request.id)) else {
             return Admission::Ignored;
         };
+        book.payload_arrived(request, part, output.events.queued);
         let from_first = book.part_mut(request, part).is_some_and(|part| part.from_first);
         let slot = self.slots.insert(Stage {
             id: Arc::clone(&id),

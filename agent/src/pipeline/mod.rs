@@ -7,6 +7,7 @@ pub mod audio;
 mod book;
 mod edges;
 mod engine;
+mod forwards;
 mod labels;
 mod places;
 mod pulls;

@@ -75,6 +75,18 @@ impl Places<'_> {
             .unwrap_or(known)
     }
 
+    /// Whether payloads that the processes of a stage hand on by a connector are seen, and were at `since_ns`.
+    pub(super) fn see_payloads(self, pipeline: PipelineId, stage: u32, since_ns: u64) -> bool {
+        let mut members = self.0.iter().filter(|(pid, watched)| {
+            watched.process.pipeline == pipeline
+                && watched.process.role.has_connector()
+                && self
+                    .of(**pid)
+                    .is_some_and(|place| place.stage.is_none_or(|of| of == stage))
+        });
+        members.all(|(_, watched)| watched.payloads_ns.is_some_and(|from_ns| from_ns <= since_ns))
+    }
+
     /// The replica of a stage that has exactly one on this host.
     pub(super) fn only_replica(self, pipeline: PipelineId, stage: u32) -> Option<End> {
         let mut only = None;

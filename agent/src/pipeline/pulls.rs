@@ -179,6 +179,15 @@ impl With<'_> {
         place: Place,
         sink: &mut S,
     ) {
+        let from_stage = match *control {
+            Control::Query { key }
+            | Control::Pull { key, .. }
+            | Control::Claim { key, .. }
+            | Control::Released { key, .. } => Key::of_message(key).and_then(|key| key.from_stage),
+            Control::Info { .. } | Control::Done { .. } | Control::Offer { .. } => place.stage,
+            Control::Nothing => None,
+        };
+        self.edges.connect(place.pipeline, from_stage);
         match *control {
             Control::Query { key } => self.ask(socket, key, What::Query, time_ns, place, sink),
             Control::Pull { key, size } => self.ask(socket, key, What::Pull { size }, time_ns, place, sink),

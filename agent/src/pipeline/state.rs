@@ -11,14 +11,19 @@ use super::{
         Task, UNKNOWN,
     },
     engine::{Context, Engine, Snapshot, engine_number},
+    forwards::Forward,
     labels::{Failure, Labels, Sleep},
+    places::End,
     sink::{ExtraId, Scope, ScopeId, Sink, Subject},
     tracker::Limits,
 };
 use crate::{
     host::identity::{Flavor, Pipeline, Process, Role},
     metrics::catalogue::Family,
-    wire::message::{Add, FinishReason, Message, OutputKind, Utility},
+    wire::{
+        assemble::{Aux, FrameType},
+        message::{Add, FinishReason, Message, OutputKind, Utility},
+    },
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -587,6 +592,31 @@ impl PipelineState {
             Message::EngineDead => self.engine_died(index, time_ns, environment, sink),
             _ => {}
         }
+    }
+
+    /// A tensor or array followed a message of the API process.
+    pub(super) fn api_aux(&mut self, pid: u32, aux: Aux) {
+        if aux.of == FrameType::Add {
+            self.book.aux(pid, aux.socket, aux.message_time_ns, aux.size);
+        }
+    }
+
+    /// Payloads inside requests that arrived since the last call.
+    pub(super) fn take_forwards(&mut self) -> impl Iterator<Item = Forward> {
+        let forwarded = std::mem::take(&mut self.book.forwarded);
+        forwarded.into_iter().map(|forwarded| Forward {
+            from: self.end_of(forwarded.payload.from),
+            to: self.end_of(forwarded.to),
+            forwarded,
+        })
+    }
+
+    fn end_of(&self, engine: u16) -> Option<End> {
+        let engine = self.engines.get(usize::from(engine))?;
+        Some(End {
+            stage: engine.stage?,
+            replica: engine.replica?,
+        })
     }
 
     // ---- requests ----

@@ -13,7 +13,7 @@ use super::{
 use crate::{
     host::identity::{Change, Pipeline, PipelineId, Process, ProcessKey},
     metrics::merge::{Known, Ledger, Mark},
-    wire::{connector::Key, message::Message, shm::ShmEvent},
+    wire::{assemble::Aux, connector::Key, message::Message, shm::ShmEvent},
 };
 
 /// Times and caps of the state machines.
@@ -84,6 +84,8 @@ pub(super) struct Watched {
     /// Slot of its pipeline; `None`: not told yet.
     pub(super) pipeline: Option<usize>,
     kind: Kind,
+    /// From when on each payload that it hands to a connector is seen; `None`: it need not be.
+    pub(super) payloads_ns: Option<u64>,
 }
 
 impl Ledger for Tracker {
@@ -164,6 +166,13 @@ impl Tracker {
             Change::Process(process) => self.process(process, now_ns, sink),
             Change::ProcessGone(key) => self.process_gone(*key, now_ns, sink),
             Change::PipelineGone(id) => self.pipeline_gone(*id, now_ns, sink),
+            Change::Payloads { key, seen } => {
+                if let Some(watched) = self.processes.get_mut(&key.pid)
+                    && watched.process.key == *key
+                {
+                    watched.payloads_ns = seen.then_some(now_ns);
+                }
+            }
         }
     }
 
@@ -199,6 +208,20 @@ impl Tracker {
             Kind::Api => state.api_message(pid, socket, time_ns, message, &environment, sink),
             Kind::Engine(index) => state.engine_message(index, time_ns, message, &environment, sink),
             Kind::Other => {}
+        }
+        let (pipeline, places) = (state.pipeline.id, Places(&self.processes));
+        for forward in state.take_forwards() {
+            self.transfers.forward(pipeline, &forward, places, sink);
+        }
+    }
+
+    /// Process `pid` sent a tensor or array behind a message.
+    pub fn aux(&mut self, pid: u32, aux: Aux) {
+        if let Some(watched) = self.processes.get(&pid)
+            && watched.kind == Kind::Api
+            && let Some(state) = watched.pipeline.and_then(|slot| self.pipelines.get_mut(slot))
+        {
+            state.api_aux(pid, aux);
         }
     }
 
@@ -246,6 +269,7 @@ impl Tracker {
 
     fn process<S: Sink + ?Sized>(&mut self, process: &Process, now_ns: u64, sink: &mut S) {
         let environment = self.environment(sink);
+        let mut payloads_ns = None;
         if let Some(known) = self.processes.get_mut(&process.key.pid) {
             if known.process.key == process.key && known.process.pipeline == process.pipeline {
                 let state = known.pipeline.and_then(|slot| self.pipelines.get_mut(slot));
@@ -261,6 +285,7 @@ impl Tracker {
                 }
             }
             let key = known.process.key;
+            payloads_ns = known.payloads_ns.filter(|_| key == process.key);
             self.process_gone(key, now_ns, sink);
         }
         let pipeline = self.by_id.get(&process.pipeline).copied();
@@ -275,6 +300,7 @@ impl Tracker {
                 process: process.clone(),
                 pipeline,
                 kind,
+                payloads_ns,
             },
         );
     }

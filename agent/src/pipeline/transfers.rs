@@ -10,6 +10,7 @@ use std::sync::Arc;
 use super::{
     audio::{as_f64, seconds_between},
     edges::{Edges, Hop, Reason},
+    forwards::Forward,
     places::{Place, Places},
     pulls::Pulls,
     sink::Sink,
@@ -102,6 +103,7 @@ impl Transfers {
         if !self.edges.knows(place.pipeline) {
             return;
         }
+        self.edges.connect(place.pipeline, key.from_stage);
         let name: Arc<str> = event.name().trim_start_matches('/').into();
         let hop = HopKey::new(place.pipeline, name);
         match *event {
@@ -112,6 +114,7 @@ impl Transfers {
                 done_ns,
                 ..
             } => {
+                self.edges.connect(place.pipeline, place.stage);
                 let put = Put {
                     pid,
                     place,
@@ -174,6 +177,29 @@ impl Transfers {
                 }
             }
         }
+    }
+
+    /// A request arrived at a stage, with the output of the one before. Whatever a connector moved of it was seen by
+    /// now.
+    pub(super) fn forward<S: Sink + ?Sized>(
+        &mut self,
+        pipeline: PipelineId,
+        forward: &Forward,
+        places: Places<'_>,
+        sink: &mut S,
+    ) {
+        if let Some(from) = forward.from {
+            if self.edges.is_connected(pipeline, from.stage) {
+                return;
+            }
+            let since_ns = forward.forwarded.payload.from_added_ns;
+            if !places.see_payloads(pipeline, from.stage, since_ns) {
+                Hop::none(Reason::ConnectorNotSeen).skip(sink);
+                return;
+            }
+        }
+        let hop = forward.forwarded.hop();
+        self.edges.observe(pipeline, forward.from, forward.to, &hop, sink);
     }
 
     /// The process `pid` sent a control message on `socket`.

@@ -692,6 +692,7 @@ pub fn add<'a>(payload: Payload<'a>, layouts: &Layouts) -> Result<Seen<Add<'a>>,
     let mut reader = payload.reader();
     let layout = layouts.add(reader.array()?)?;
     let mut message = Add {
+        size: payload.size,
         n: 1,
         ..Add::default()
     };

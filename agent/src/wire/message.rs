@@ -240,6 +240,8 @@ pub struct PerfStats {
 pub struct Add<'a> {
     /// Internal request id.
     pub request_id: &'a str,
+    /// Bytes of the payload part; tensors and arrays may follow in parts of their own.
+    pub size: u64,
     /// Number of prompt token ids; `None` when the prompt comes as embeddings.
     pub prompt_tokens: Option<u32>,
     /// Wall clock, seconds since the epoch.
