@@ -45,6 +45,10 @@ impl Connectors {
 
 /// Shortest pause between two looks at a process.
 const SHORTEST_PAUSE: Duration = Duration::from_secs(1);
+/// Longest pause for one that may still start: a stage makes its connector before it takes requests.
+const STARTING_PAUSE: Duration = Duration::from_secs(5);
+/// So long one may start.
+const STARTING: Duration = Duration::from_mins(10);
 
 #[derive(Debug, Default)]
 struct Known {
@@ -70,12 +74,13 @@ impl Watch {
     }
 
     /// Whether a process that is `age` old is to be looked at, at `now` since boot. It is due again when it is a fifth
-    /// older: what it maps late, it maps while it starts.
+    /// older, or earlier while it may still start.
     pub fn is_due(&mut self, key: ProcessKey, age: Duration, now: Duration) -> bool {
         let known = self.known.entry(key).or_default();
         let is_due = known.due <= now;
         if is_due {
-            known.due = now + (age / 5).max(SHORTEST_PAUSE);
+            let longest = if age < STARTING { STARTING_PAUSE } else { Duration::MAX };
+            known.due = now + (age / 5).clamp(SHORTEST_PAUSE, longest);
         }
         is_due
     }
@@ -135,14 +140,14 @@ mod tests {
             .map(Duration::from_secs)
             .filter(|&now| watch.is_due(key, now, now))
             .count();
-        assert!((30..70).contains(&looks), "{looks} looks in a day");
+        assert!((100..200).contains(&looks), "{looks} looks in a day");
         // One that starts and maps a library after a minute.
         let mut watch = Watch::default();
         let last = (0..=80).filter(|&s| {
             let now = Duration::from_secs(s);
             watch.is_due(key, now, now)
         });
-        assert!(last.last() > Some(60));
+        assert!(last.last() > Some(70));
     }
 
     #[test]

@@ -7,6 +7,7 @@
 mod dedup;
 mod detach;
 pub mod maps;
+mod multi;
 mod reader;
 mod ring;
 pub mod selftest;
@@ -41,7 +42,7 @@ use parking_lot::Mutex;
 use thiserror::Error;
 
 use self::{
-    detach::{Detacher, nanos},
+    detach::{Detacher, Link, nanos},
     reader::Counts,
     site::Arch,
     symbol::SymbolError,
@@ -254,6 +255,7 @@ impl AttachError {
 fn os_error(error: &ProgramError) -> Option<i32> {
     match error {
         ProgramError::SyscallError(e) => e.io_error.raw_os_error(),
+        ProgramError::IOError(e) => e.raw_os_error(),
         _ => None,
     }
 }
@@ -335,11 +337,13 @@ pub struct Tap {
 }
 
 /// Links of the probed processes; `None` while one is being probed.
-type Links = HashMap<(ProcessKey, ProbeSet), Option<Vec<UProbeLink>>>;
+type Links = HashMap<(ProcessKey, ProbeSet), Option<Vec<Link>>>;
 
 struct Inner {
     /// Programs; held while a probe is set.
     ebpf: Mutex<Ebpf>,
+    /// The same for links with many probes, where the kernel has them.
+    multi: Option<multi::Programs>,
     watched: Mutex<Watched>,
     counters: PerCpuArray<MapData, u64>,
     positions: ring::Positions,
@@ -413,6 +417,11 @@ impl Tap {
             .override_global(global::WAKEUP_BYTES, &config.wakeup_bytes, true)
             .load(OBJECT)?;
 
+        let multi = multi::Programs::load(
+            &ebpf,
+            OBJECT,
+            ProbeSet::ALL.iter().flat_map(|set| set.programs()).copied(),
+        )?;
         let watched = Watched(take(&mut ebpf, map::WATCHED)?);
         let counters = take(&mut ebpf, map::COUNTERS)?;
         let connections = take(&mut ebpf, map::CONNECTIONS)?;
@@ -443,6 +452,7 @@ impl Tap {
         let tap = Self {
             inner: Arc::new(Inner {
                 ebpf: Mutex::new(ebpf),
+                multi,
                 watched: Mutex::new(watched),
                 counters,
                 positions,
@@ -588,10 +598,12 @@ impl Tap {
             *last = program_names()
                 .filter_map(|name| {
                     let info = ebpf.program(name)?.info().ok()?;
+                    let of_multi = self.inner.multi.as_ref().and_then(|multi| multi.run_stats(name));
+                    let (run_time, run_count) = of_multi.unwrap_or_default();
                     Some(ProgramStats {
                         name,
-                        run_time: info.run_time(),
-                        run_count: info.run_count(),
+                        run_time: info.run_time() + run_time,
+                        run_count: info.run_count() + run_count,
                     })
                 })
                 .collect();
@@ -638,7 +650,7 @@ impl Inner {
         &self,
         key: ProcessKey,
         set: ProbeSet,
-    ) -> Result<(Vec<UProbeLink>, Vec<ProbeInfo>), AttachError> {
+    ) -> Result<(Vec<Link>, Vec<ProbeInfo>), AttachError> {
         let pid = NonZeroU32::new(key.pid).ok_or(AttachError::Gone)?;
         let is_same = || start_ticks(key.pid).is_ok_and(|ticks| ticks == key.start_ticks);
         if !is_same() {
@@ -667,17 +679,17 @@ impl Inner {
         let mut links = Vec::new();
         let mut probes = Vec::new();
         let mut outcome = Ok(());
-        let places = targets.iter().flat_map(|t| t.places.iter().map(move |p| (t, p)));
-        for (target, place) in places {
-            match self.set(pid, target, place) {
-                Ok(link) => {
-                    links.push(link);
-                    probes.push(info(target, place));
-                }
+        let places = targets.iter().flat_map(|target| {
+            let by_program = target.places.chunk_by(|a, b| a.program == b.program);
+            by_program.map(move |places| (target, places))
+        });
+        for (target, places) in places {
+            match self.set(pid, target, places, &mut links) {
+                Ok(()) => probes.extend(places.iter().map(|place| info(target, place))),
                 Err(source) => {
                     outcome = Err(AttachError::Refused {
                         path: String::from_utf8_lossy(&target.path).into_owned(),
-                        offset: place.offset,
+                        offset: places.first().map_or(0, |place| place.offset),
                         source,
                     });
                     break;
@@ -698,16 +710,31 @@ impl Inner {
         }
     }
 
-    /// Sets one probe, by way of the open file: whatever happens to paths meanwhile, it goes where the site
-    /// was found.
-    fn set(&self, pid: NonZeroU32, target: &Target, place: &Place) -> Result<UProbeLink, ProgramError> {
-        set_probe(
-            &mut self.ebpf.lock(),
-            place.program,
-            place.offset,
-            &target.file.path(),
-            UProbeScope::OneProcess(pid),
-        )
+    /// Sets the probes of one program in a file, by way of the open file: whatever happens to paths meanwhile, they go where
+    /// the sites were found.
+    fn set(
+        &self,
+        pid: NonZeroU32,
+        target: &Target,
+        places: &[Place],
+        links: &mut Vec<Link>,
+    ) -> Result<(), ProgramError> {
+        let Some(Place { program, .. }) = places.first() else {
+            return Ok(());
+        };
+        let path = target.file.path();
+        let offsets: Vec<u64> = places.iter().map(|place| place.offset).collect();
+        let multi = self.multi.as_ref();
+        if let Some(link) = multi.and_then(|multi| multi.attach(program, &path, &offsets, pid)) {
+            links.push(Link::Multi(link?, offsets.len()));
+            return Ok(());
+        }
+        for offset in offsets {
+            let scope = UProbeScope::OneProcess(pid);
+            let link = set_probe(&mut self.ebpf.lock(), program, offset, &path, scope)?;
+            links.push(Link::Single(link));
+        }
+        Ok(())
     }
 
     fn release(&self, key: ProcessKey, set: ProbeSet) {

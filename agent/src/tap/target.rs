@@ -201,7 +201,7 @@ pub struct Target {
     pub file: MappedFile,
     /// Its path as the kernel prints it: for people, never to be opened.
     pub path: Vec<u8>,
-    /// Where: one place for each function that the file defines, or more.
+    /// Where: one place for each function that the file defines, or more, by program.
     pub places: Vec<Place>,
 }
 
@@ -357,6 +357,8 @@ impl Finder {
                 }
             }
         }
+        // One link holds all probes of a program.
+        places.sort_by_key(|place| place.program);
         Ok(places)
     }
 
