@@ -1209,6 +1209,7 @@ mod tests {
                             prop_assert!(before.is_none_or(|before| before == process.pipeline));
                         }
                         Change::ProcessGone(key) => prop_assert!(alive.remove(&key).is_some()),
+                        Change::Payloads { .. } => prop_assert!(false, "not by looking at processes"),
                         Change::PipelineGone(id) => {
                             prop_assert!(pipelines.remove(&id));
                             prop_assert!(alive.values().all(|&home| home != id));
