@@ -16,7 +16,10 @@ use slab::Slab;
 use super::audio::AudioState;
 use crate::{
     metrics::merge::{Known, Mark},
-    wire::message::{Add, FinishReason, OutputKind},
+    wire::{
+        http::note::ExchangeId,
+        message::{Add, FinishReason, OutputKind},
+    },
 };
 
 /// "No lane", "no engine".
@@ -211,12 +214,19 @@ pub(super) struct Request {
     pub(super) audio: Option<Box<FinishedAudio>>,
     /// Its number among the requests that are over; 0: it is not.
     ended: u32,
+    /// The exchange over HTTP that it came by, which then has its first packet and continuity.
+    pub(super) exchange: Option<ExchangeId>,
 }
 
 impl Request {
     /// A stage still has work to do for it.
     pub(super) fn is_active(&self) -> bool {
         self.phase == Phase::Live && usize::from(self.finished) < self.parts.len()
+    }
+
+    /// When it arrived, by its first ADD.
+    pub(super) fn arrival_ns(&self) -> Option<u64> {
+        (self.start_ns != 0).then_some(self.start_ns)
     }
 
     /// When the pipeline was given it; `None`: before the agent looked.
@@ -597,6 +607,7 @@ impl Book {
             reason: FinishReason::Stop,
             audio: None,
             ended: 0,
+            exchange: None,
         });
         // Bounded by the caller far below 2^32.
         let index = u32::try_from(index).unwrap_or(u32::MAX);

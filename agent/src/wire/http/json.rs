@@ -313,7 +313,7 @@ mod tests {
     #[case::between(br#"{"a":[1,2"#, br#"],"stream":true}"#, Some(Value::Bool(true)))]
     #[case::in_a_number(br#"{"a":12"#, br#"34,"stream":true}"#, Some(Value::Bool(true)))]
     #[case::at_its_end(br#"{"input":"a"#, br#"","stream":true}"#, Some(Value::Bool(true)))]
-    #[case::in_an_escape(br#"{"input":"a"#, br#"" b","stream":true}"#, None)]
+    #[case::in_an_escape(br#"{"input":"a"#, br#"" b","stream":true}"#, Some(Value::Bool(true)))]
     #[case::nested(br#"{"input":"a"#, br#"b","x":{"stream":true}}"#, None)]
     #[case::text_that_looks_like_it(br#"{"input":"a"#, br#" \"stream\":true,","b":1}"#, None)]
     #[case::not_the_end(br#"{"input":"a"#, br#"b","stream":true,"c":"d"#, None)]
