@@ -67,6 +67,45 @@ impl PipelineState {
     ) {
         let Some(whole) = self.scope else { return };
         let none = ExtraId::NONE;
+        let steps = exchange.ask.steps.filter(|steps| *steps > 0);
+        match steps {
+            Some(steps) => sink.observe(Family::OmniNumInferenceSteps, whole, none, f64::from(steps), 1),
+            // The model's own default is not on the wire.
+            None => sink.skip(Family::OmniNumInferenceSteps, "not_in_request"),
+        }
+        // A long answer shows its first image alone; the request says how many were wanted.
+        let count = images.count.or(exchange.ask.images).unwrap_or(1);
+        sink.add(Family::OmniImageCountTotal, whole, none, f64::from(count));
+        match images.size.or(exchange.ask.size) {
+            Some((width, height)) => {
+                let pixels = u64::from(width) * u64::from(height) * u64::from(count);
+                sink.observe(Family::OmniImagePixels, whole, none, as_f64(pixels), 1);
+            }
+            None => sink.skip(Family::OmniImagePixels, "size_not_seen"),
+        }
+        self.inline_stage(images, steps, environment, sink);
+        if is_all_inline {
+            let stop = environment.labels.finish(FinishReason::Stop);
+            sink.add(Family::OmniRequestsSuccessTotal, whole, stop, 1.0);
+            if images.stage_gen_ms.is_empty() {
+                sink.skip(Family::OmniE2eRequestLatencyS, "no_stage_times");
+                return;
+            }
+            let stages_ms: f64 = images.stage_gen_ms.iter().map(|(_, time)| time).sum();
+            let before_ms = images.preprocess_ms.unwrap_or(0.0) + images.queue_wait_ms.unwrap_or(0.0);
+            let e2e_s = seconds(before_ms + stages_ms);
+            sink.observe(Family::OmniE2eRequestLatencyS, whole, none, e2e_s, 1);
+        }
+    }
+
+    /// What an answer tells of the stage that made its images.
+    fn inline_stage<S: Sink + ?Sized>(
+        &mut self,
+        images: &ImageAnswer,
+        steps: Option<u32>,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
         // The stage that is no process is the one inside.
         let is_process = |stage: u32| {
             self.engines
@@ -86,15 +125,10 @@ impl PipelineState {
         let Some(scope) = self.inline_scope(stage, sink) else {
             return;
         };
-        let seconds = |milliseconds: f64| milliseconds / 1e3;
+        let none = ExtraId::NONE;
         let gen_s = seconds(gen_ms);
-        sink.observe(
-            Family::OmniStageGenTimeS,
-            scope,
-            environment.labels.stage_type_diffusion,
-            gen_s,
-            1,
-        );
+        let diffusion = environment.labels.stage_type_diffusion;
+        sink.observe(Family::OmniStageGenTimeS, scope, diffusion, gen_s, 1);
         // One result is all that such a stage gives, so its first image comes with its end.
         let first_s = images.first_image_ms.map_or(gen_s, seconds);
         sink.observe(Family::OmniImageTtfpS, scope, none, first_s, 1);
@@ -104,36 +138,12 @@ impl PipelineState {
         if let Some(decode_s) = images.vae_decode_s {
             sink.observe(Family::OmniVaeDecodeS, scope, none, decode_s, 1);
         }
-        let steps = exchange.ask.steps.filter(|steps| *steps > 0);
         if let Some(denoise_s) = images.denoise_s {
             sink.observe(Family::OmniDiffusionForwardS, scope, none, denoise_s, 1);
             if let Some(steps) = steps {
                 let step_s = denoise_s / f64::from(steps);
                 sink.observe(Family::OmniDenoiseStepLatencyS, scope, none, step_s, 1);
             }
-        }
-        match steps {
-            Some(steps) => sink.observe(Family::OmniNumInferenceSteps, whole, none, f64::from(steps), 1),
-            // The model's own default is not on the wire.
-            None => sink.skip(Family::OmniNumInferenceSteps, "not_in_request"),
-        }
-        // A long answer shows its first image alone; the request says how many were wanted.
-        let count = images.count.or(exchange.ask.images).unwrap_or(1);
-        sink.add(Family::OmniImageCountTotal, whole, none, f64::from(count));
-        match images.size.or(exchange.ask.size) {
-            Some((width, height)) => {
-                let pixels = u64::from(width) * u64::from(height) * u64::from(count);
-                sink.observe(Family::OmniImagePixels, whole, none, as_f64(pixels), 1);
-            }
-            None => sink.skip(Family::OmniImagePixels, "size_not_seen"),
-        }
-        if is_all_inline {
-            let stop = environment.labels.finish(FinishReason::Stop);
-            sink.add(Family::OmniRequestsSuccessTotal, whole, stop, 1.0);
-            let stages_ms: f64 = images.stage_gen_ms.iter().map(|(_, time)| time).sum();
-            let before_ms = images.preprocess_ms.unwrap_or(0.0) + images.queue_wait_ms.unwrap_or(0.0);
-            let e2e_s = seconds(before_ms + stages_ms);
-            sink.observe(Family::OmniE2eRequestLatencyS, whole, none, e2e_s, 1);
         }
     }
 
@@ -158,4 +168,8 @@ impl PipelineState {
             0
         }
     }
+}
+
+fn seconds(milliseconds: f64) -> f64 {
+    milliseconds / 1e3
 }

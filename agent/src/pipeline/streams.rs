@@ -203,7 +203,7 @@ impl PipelineState {
 
 impl Stream {
     fn push(&mut self, time_ns: u64, chunk: AudioChunk) {
-        self.is_unclear |= chunk.sample_rate.is_some_and(|rate| rate != self.sample_rate);
+        self.is_unclear |= chunk.bytes == 0 || chunk.sample_rate.is_some_and(|rate| rate != self.sample_rate);
         self.player
             .push(seconds_between(self.first_ns, time_ns), chunk.bytes);
     }
@@ -212,7 +212,7 @@ impl Stream {
     fn finish<S: Sink + ?Sized>(&self, environment: &Environment, sink: &mut S) {
         let Some(scope) = self.scope else { return };
         if self.is_unclear {
-            sink.skip(Family::OmniAudioUnderrunS, "sample_rate_changed");
+            sink.skip(Family::OmniAudioUnderrunS, "chunks_not_clear");
             return;
         }
         let underrun_s = self.player.max_underrun_s();

@@ -31,6 +31,8 @@ pub(super) enum Content {
     Raw(Raw),
     Events(Box<Events>),
     Json(Box<Ends>),
+    /// Files of images, which tell nothing of themselves.
+    Files,
 }
 
 /// What a piece of an answer came to.
@@ -48,13 +50,14 @@ impl Content {
             }
             Media::Events => Self::Events(Box::new(Events::new())),
             Media::Json => Self::Json(Box::new(Ends::new(MAX_JSON_FIRST, MAX_JSON_LAST))),
+            Media::Images if endpoint.gives_images() && head.status == 200 => Self::Files,
             _ => Self::Ignored,
         }
     }
 
     pub(super) fn data(&mut self, time_ns: u64, data: Stretch<'_>, found: &mut Vec<Found>) {
         match self {
-            Self::Ignored => {}
+            Self::Ignored | Self::Files => {}
             Self::Raw(raw) => raw.data(time_ns, data),
             Self::Events(events) => events.data(time_ns, data, found),
             Self::Json(ends) => ends.push(data),
@@ -65,7 +68,7 @@ impl Content {
         match self {
             Self::Raw(raw) => raw.chunk_end(found),
             Self::Events(events) => events.chunk_end(found),
-            Self::Ignored | Self::Json(_) => {}
+            Self::Ignored | Self::Json(_) | Self::Files => {}
         }
     }
 
@@ -73,6 +76,10 @@ impl Content {
     pub(super) fn end(&mut self, time_ns: u64, endpoint: Endpoint, found: &mut Vec<Found>) -> bool {
         match self {
             Self::Ignored => false,
+            Self::Files => {
+                found.push((time_ns, Note::Images(ImageAnswer::default())));
+                false
+            }
             Self::Raw(raw) => {
                 raw.chunk_end(found);
                 false
@@ -295,14 +302,22 @@ impl Events {
 
     /// `None`: an event without samples.
     fn speech_delta(&mut self, fields: &Fields<'_>) -> Option<AudioChunk> {
-        let (mut bytes, start) = base64_len(fields.top(b"audio"))?;
-        if bytes >= WAV_HEADER as u64
-            && self.sample_rate.is_none()
-            && fields.top(b"response_format") == Some(Value::Text(b"wav"))
-            && let Some((rate, channels)) = wav(&base64_start(start))
-        {
-            (self.sample_rate, self.channels) = (Some(rate), Some(channels));
-            bytes -= WAV_HEADER as u64;
+        let Some((mut bytes, start)) = base64_len(fields, b"audio", b"response_format") else {
+            let is_there = matches!(fields.top(b"audio"), Some(Value::LongText { .. }));
+            return is_there.then_some(AudioChunk {
+                bytes: 0,
+                sample_rate: self.sample_rate,
+                channels: self.channels,
+            });
+        };
+        let is_wav = fields.top(b"response_format") == Some(Value::Text(b"wav"));
+        if is_wav && self.sample_rate.is_none() && bytes >= WAV_HEADER as u64 {
+            let header = wav(&base64_start(start));
+            // A header that can't be read is one all the same.
+            if header.is_some() || bytes == WAV_HEADER as u64 {
+                (self.sample_rate, self.channels) = header.unzip();
+                bytes -= WAV_HEADER as u64;
+            }
         }
         (bytes > 0).then_some(AudioChunk {
             bytes,
@@ -339,11 +354,14 @@ fn data_of<'a>(event: &'a Known<'_>) -> Option<Known<'a>> {
     None
 }
 
-/// Bytes that a base64 text stands for, and its first characters.
-pub(super) fn base64_len(value: Option<Value<'_>>) -> Option<(u64, &[u8])> {
-    let (len, start, end) = match value? {
+/// Bytes that a base64 text stands for, and its first characters. The end of a long one is known if the key that
+/// follows it was seen.
+pub(super) fn base64_len<'a>(fields: &Fields<'a>, key: &[u8], next: &[u8]) -> Option<(u64, &'a [u8])> {
+    let (len, start, end) = match fields.top(key)? {
         Value::Text(text) => (text.len() as u64, text, text),
-        Value::LongText { start, end, len } => (len, start, end),
+        Value::LongText { start, end, len } if len % 4 == 0 && fields.top(next).is_some() => {
+            (len, start, end)
+        }
         _ => return None,
     };
     let padding = end.iter().rev().take(2).take_while(|byte| **byte == b'=').count() as u64;

@@ -119,9 +119,10 @@ impl Opening {
         }
     }
 
-    /// Whether bytes surely begin with a request: a method and a target.
+    /// Whether bytes surely begin with a request: a method and a target. An empty line may end what was before it.
     pub(super) fn is_request(bytes: &[u8]) -> bool {
-        Self::of(bytes) == Self::Request
+        bytes.first().is_some_and(u8::is_ascii_uppercase)
+            && Self::of(bytes) == Self::Request
             && bytes
                 .split(|byte| *byte == b' ')
                 .nth(1)
@@ -222,6 +223,8 @@ pub(super) enum Media {
     Events,
     Pcm,
     Wav,
+    /// An image file, or an archive of some.
+    Images,
     Other,
 }
 
@@ -268,6 +271,8 @@ impl AnswerHead {
                         value if value.starts_with(b"text/event-stream") => Media::Events,
                         value if value.starts_with(b"audio/pcm") => Media::Pcm,
                         value if value.starts_with(b"audio/wav") => Media::Wav,
+                        value if value.starts_with(b"image/") => Media::Images,
+                        value if value.starts_with(b"application/zip") => Media::Images,
                         _ => Media::Other,
                     };
                 }

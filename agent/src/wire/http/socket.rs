@@ -299,13 +299,13 @@ impl Said {
             Some(Value::Text(b"audio.start")) => Self::Start {
                 streams: fields.top(b"sample_rate").is_some(),
             },
-            Some(Value::Text(b"audio.chunk")) => match base64_len(fields.top(b"audio_b64")) {
-                Some((bytes, _)) if bytes > 0 => Self::Audio(AudioChunk {
-                    bytes,
+            Some(Value::Text(b"audio.chunk")) => match base64_len(&fields, b"audio_b64", b"timestamps") {
+                Some((0, _)) => Self::Other,
+                known => Self::Audio(AudioChunk {
+                    bytes: known.map_or(0, |(bytes, _)| bytes),
                     sample_rate: fields.top(b"sample_rate").and_then(Value::count),
                     channels: None,
                 }),
-                _ => Self::Other,
             },
             Some(Value::Text(b"audio.done")) => Self::Done {
                 failed: fields.top(b"error") == Some(Value::Bool(true)),
