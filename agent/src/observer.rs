@@ -23,6 +23,10 @@ use crate::{
     wire::{
         assemble::{Content, Decoder, FrameResult, FrameType},
         frame::Frame,
+        http::{
+            HttpEvent,
+            connections::{Connections, News, Outcome, Unsupported},
+        },
         message::Message,
         shm::ShmEvent,
     },
@@ -40,10 +44,22 @@ pub enum Taken {
     Unknown,
 }
 
+/// Whether an event of a connection could be taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HttpTaken {
+    /// The process is known.
+    Known,
+    /// The process is not watched: its change may still be on its way. Nothing was done.
+    Unknown,
+}
+
 /// Decoder, state machines and registry, in the order in which a frame passes them.
 #[derive(Debug)]
 pub struct Observer {
     decoder: Decoder,
+    http: Connections,
+    /// News of one event, to be used again.
+    news: Vec<News>,
     tracker: Tracker,
     registry: Registry,
     merge: Merge,
@@ -68,6 +84,8 @@ struct Watched {
     info: Option<[String; 7]>,
     /// What `omnitap_source_state` says of each family.
     states: Vec<Option<(Source, bool)>>,
+    /// API processes whose connections are seen.
+    http: BTreeSet<u32>,
 }
 
 impl Observer {
@@ -83,6 +101,8 @@ impl Observer {
         let registry = Registry::new(limits);
         Self {
             decoder: Decoder::new(),
+            http: Connections::new(),
+            news: Vec::new(),
             tracker: Tracker::new(tracker_limits),
             own: registry.own(),
             registry,
@@ -137,7 +157,7 @@ impl Observer {
                 self.processes.insert(process.key.pid, process.clone());
                 self.introduce(process);
             }
-            Change::ProcessGone(key) => self.forget(*key),
+            Change::ProcessGone(key) => self.forget(*key, now_ns),
             Change::PipelineGone(_) | Change::Payloads { .. } => {}
         }
         let (tracker, mut sink) = self.tap();
@@ -159,15 +179,30 @@ impl Observer {
         }
     }
 
-    fn forget(&mut self, key: ProcessKey) {
+    fn forget(&mut self, key: ProcessKey, now_ns: u64) {
         if self
             .processes
             .get(&key.pid)
             .is_some_and(|process| process.key == key)
         {
-            self.processes.remove(&key.pid);
+            self.http.process_gone(key.pid, now_ns, &mut self.news);
+            self.tell_news();
+            if let Some(process) = self.processes.remove(&key.pid)
+                && let Some(watched) = self.pipelines.get_mut(&process.pipeline)
+            {
+                watched.http.remove(&key.pid);
+            }
             self.decoder.process_gone(key.pid);
         }
+    }
+
+    fn tell_news(&mut self) {
+        let mut news = std::mem::take(&mut self.news);
+        let (tracker, mut sink) = self.tap();
+        for news in news.drain(..) {
+            tracker.http(&news, &mut sink);
+        }
+        self.news = news;
     }
 
     /// Takes the next frame. Frames of one process come in the order in which it sent them.
@@ -213,6 +248,26 @@ impl Observer {
         (&mut self.tracker, sink)
     }
 
+    /// Takes what an API process did with one of its connections.
+    pub fn http(&mut self, event: &HttpEvent<'_>) -> HttpTaken {
+        let pid = event.pid();
+        let Some(process) = self.processes.get(&pid) else {
+            return HttpTaken::Unknown;
+        };
+        if let Some(watched) = self.pipelines.get_mut(&process.pipeline) {
+            watched.http.insert(pid);
+        }
+        self.http.event(event, &mut self.news);
+        self.tell_news();
+        HttpTaken::Known
+    }
+
+    /// An event of a connection whose process stayed unknown: counted, nothing else.
+    pub fn http_stranger(&mut self) {
+        self.registry
+            .skip(Family::OmniSpeechStreamCompletedTotal, "unknown_process");
+    }
+
     /// A connector's event whose process stayed unknown: counted, nothing else.
     pub fn shm_stranger(&mut self) {
         self.registry
@@ -237,6 +292,8 @@ impl Observer {
 
     /// Time passes: grace times end, stale snapshots stop counting, ended series expire. Once a second is right.
     pub fn tick(&mut self, now_ns: u64) {
+        self.http.tick(now_ns, &mut self.news);
+        self.tell_news();
         self.merge.tick(now_ns);
         let (tracker, mut sink) = self.tap();
         tracker.tick(now_ns, &mut sink);
@@ -257,6 +314,11 @@ impl Observer {
             Item::Shm(shm) => {
                 if self.shm(&shm.event(entry.t)) == ShmTaken::Unknown {
                     self.shm_stranger();
+                }
+            }
+            Item::Http(http) => {
+                if self.http(&http.event(entry.t)) == HttpTaken::Unknown {
+                    self.http_stranger();
                 }
             }
             Item::Tick => self.tick(entry.t),
@@ -308,13 +370,36 @@ impl Observer {
         let transfers = self.tracker.transfers();
         self.own
             .set(Family::OmnitapTransfersOpen, &[], to_f64(transfers.open));
-        #[expect(
-            clippy::cast_precision_loss,
-            reason = "a count above 2^53 may lose its last bits"
-        )]
-        let mismatches = transfers.stage_mismatches as f64;
+        self.own.set_total(
+            Family::OmnitapTransferStageMismatchesTotal,
+            &[],
+            total(transfers.stage_mismatches),
+        );
+        self.show_http();
+    }
+
+    fn show_http(&self) {
+        let counts = self.http.counts();
+        for (outcome, count) in Outcome::ALL.iter().zip(counts.requests) {
+            self.own
+                .set_total(Family::OmnitapApiRequestsTotal, &[outcome.as_str()], total(count));
+        }
+        for (what, count) in Unsupported::ALL.iter().zip(counts.unsupported) {
+            self.own
+                .set_total(Family::OmnitapApiUnsupportedTotal, &[what.as_str()], total(count));
+        }
+        for (family, count) in [
+            (Family::OmnitapApiBreaksTotal, counts.breaks),
+            (Family::OmnitapApiConnectionsRefusedTotal, counts.refused),
+            (
+                Family::OmnitapApiAmbiguousJoinsTotal,
+                self.tracker.ambiguous_joins(),
+            ),
+        ] {
+            self.own.set_total(family, &[], total(count));
+        }
         self.own
-            .set_total(Family::OmnitapTransferStageMismatchesTotal, &[], mismatches);
+            .set(Family::OmnitapApiConnections, &[], to_f64(self.http.len()));
     }
 }
 
@@ -327,6 +412,7 @@ impl Watched {
             unknown_layout: false,
             info: None,
             states: vec![None; Family::COUNT],
+            http: BTreeSet::new(),
         }
     }
 
@@ -369,6 +455,7 @@ impl Watched {
         let has_stats = self
             .stats_ns
             .is_some_and(|at| now_ns.saturating_sub(at) <= STATS_AGE_NS);
+        let has_http = !self.http.is_empty();
         let pipeline = id.0.to_string();
         for (family, shown) in Family::ALL.iter().zip(&mut self.states) {
             let row = family.row();
@@ -379,6 +466,11 @@ impl Watched {
             let holder = merge.holder(id, *family);
             let state = match (holder, row.source, row.needs) {
                 (Some(feed @ (Feed::StatSocket | Feed::Engine)), ..) => Some((feed.source(*family), true)),
+                // Frames stand in where the connections are not seen.
+                (_, Source::Http, _) => match family.stand_in() {
+                    Some(stand_in) if !has_http => Some((stand_in, has_frames)),
+                    _ => Some((Source::Http, has_http)),
+                },
                 (_, Source::Wire, Needs::Nothing) => Some((row.source, has_frames)),
                 (_, Source::Wire, Needs::LogStats | Needs::Feature) => Some((row.source, has_stats)),
                 (_, Source::Transfer, _) => Some((row.source, has_transfers)),
@@ -417,6 +509,14 @@ fn flavor_name(flavor: Flavor) -> &'static str {
         Flavor::Vllm => "vllm",
         Flavor::Omni => "omni",
     }
+}
+
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "a count above 2^53 may lose its last bits"
+)]
+fn total(count: u64) -> f64 {
+    count as f64
 }
 
 fn to_f64(count: usize) -> f64 {

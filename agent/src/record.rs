@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     host::identity::Change,
-    wire::{frame::Frame, shm::ShmEvent},
+    wire::{frame::Frame, http::HttpEvent, shm::ShmEvent},
 };
 
 /// Version of the format that this build writes and reads.
@@ -84,6 +84,8 @@ pub enum Item {
     Frame(OwnedFrame),
     /// A segment of shared memory was handed on, taken or removed. Names are ids, and kept.
     Shm(OwnedShm),
+    /// An API process did something with one of its connections.
+    Http(OwnedHttp),
     /// Time passed; the state machines were given `t`.
     Tick,
 }
@@ -263,6 +265,130 @@ impl OwnedShm {
                 tid,
                 name,
                 time_ns: t,
+            },
+        }
+    }
+}
+
+/// An [`HttpEvent`] with bytes of its own. Its time is [`Entry::t`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnedHttp {
+    /// The process.
+    pub pid: u32,
+    /// The thread.
+    pub tid: u32,
+    /// The connection.
+    pub fd: i32,
+    /// What happened.
+    #[serde(flatten)]
+    pub what: HttpWhat,
+}
+
+/// What happened to a connection: the variants of [`HttpEvent`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "what", rename_all = "snake_case")]
+pub enum HttpWhat {
+    /// See [`HttpEvent::Accepted`].
+    Accepted,
+    /// See [`HttpEvent::Received`].
+    Received(OwnedBytes),
+    /// See [`HttpEvent::Sent`].
+    Sent(OwnedBytes),
+    /// See [`HttpEvent::Failed`].
+    Failed {
+        /// Why.
+        errno: i32,
+    },
+    /// See [`HttpEvent::Closed`].
+    Closed,
+}
+
+/// Bytes that passed in one call.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnedBytes {
+    /// How many.
+    pub size: u64,
+    /// The first of them.
+    #[serde(default, with = "hex", skip_serializing_if = "Vec::is_empty")]
+    pub head: Vec<u8>,
+    /// The last of them.
+    #[serde(default, with = "hex", skip_serializing_if = "Vec::is_empty")]
+    pub tail: Vec<u8>,
+}
+
+impl OwnedHttp {
+    /// Copies an event.
+    #[must_use]
+    pub fn new(event: &HttpEvent<'_>) -> Self {
+        let bytes = |size, head: &[u8], tail: &[u8]| OwnedBytes {
+            size,
+            head: head.to_vec(),
+            tail: tail.to_vec(),
+        };
+        let (tid, what) = match *event {
+            HttpEvent::Accepted { tid, .. } => (tid, HttpWhat::Accepted),
+            HttpEvent::Received {
+                tid,
+                size,
+                head,
+                tail,
+                ..
+            } => (tid, HttpWhat::Received(bytes(size, head, tail))),
+            HttpEvent::Sent {
+                tid,
+                size,
+                head,
+                tail,
+                ..
+            } => (tid, HttpWhat::Sent(bytes(size, head, tail))),
+            HttpEvent::Failed { tid, errno, .. } => (tid, HttpWhat::Failed { errno }),
+            HttpEvent::Closed { tid, .. } => (tid, HttpWhat::Closed),
+        };
+        let (pid, fd) = (event.pid(), event.fd());
+        Self { pid, tid, fd, what }
+    }
+
+    /// The event, which happened at `time_ns`.
+    #[must_use]
+    pub fn event(&self, time_ns: u64) -> HttpEvent<'_> {
+        let (pid, tid, fd) = (self.pid, self.tid, self.fd);
+        match &self.what {
+            HttpWhat::Accepted => HttpEvent::Accepted {
+                pid,
+                tid,
+                fd,
+                time_ns,
+            },
+            HttpWhat::Received(OwnedBytes { size, head, tail }) => HttpEvent::Received {
+                pid,
+                tid,
+                fd,
+                time_ns,
+                size: *size,
+                head,
+                tail,
+            },
+            HttpWhat::Sent(OwnedBytes { size, head, tail }) => HttpEvent::Sent {
+                pid,
+                tid,
+                fd,
+                time_ns,
+                size: *size,
+                head,
+                tail,
+            },
+            HttpWhat::Failed { errno } => HttpEvent::Failed {
+                pid,
+                tid,
+                fd,
+                time_ns,
+                errno: *errno,
+            },
+            HttpWhat::Closed => HttpEvent::Closed {
+                pid,
+                tid,
+                fd,
+                time_ns,
             },
         }
     }

@@ -394,7 +394,7 @@ use self::{
 
 families! {
     OmniAudioContinuityOkTotal "vllm_omni:audio_continuity_ok_total"
-        Counter, &["model_name", "stage", "replica", "threshold_ms"], Wire, Nothing,
+        Counter, &["model_name", "stage", "replica", "threshold_ms"], Http, Nothing,
         "Audio requests whose longest simulated playback gap stayed within threshold_ms.";
     OmniAudioDurationS "vllm_omni:audio_duration_s"
         Histogram(Seconds), REPLICA, Wire, Nothing,
@@ -410,10 +410,10 @@ families! {
         Counter, &["model_name", "stage", "replica", "reason"], Wire, Nothing,
         "Requests that an audio stage finished without any audio.";
     OmniAudioTtfpS "vllm_omni:audio_ttfp_s"
-        Histogram(Seconds), REPLICA, Wire, Nothing,
-        "Seconds from a request's arrival to its first non-empty audio packet.";
+        Histogram(Seconds), REPLICA, Http, Nothing,
+        "Seconds from a request's arrival to its first non-empty audio packet, of streamed answers.";
     OmniAudioUnderrunS "vllm_omni:audio_underrun_s"
-        Histogram(SecondsFast), REPLICA, Wire, Nothing,
+        Histogram(SecondsFast), REPLICA, Http, Nothing,
         "Longest playback deficit of a request in seconds, for a player that starts with the first packet; \
          0 when it never ran dry.";
     OmniDenoiseStepLatencyS "vllm_omni:denoise_step_latency_s"
@@ -465,7 +465,7 @@ families! {
         "Requests in the pipeline that no scheduler reports as waiting.";
     OmniNumRequestsWaiting "vllm_omni:num_requests_waiting"
         Gauge(Sum), MODEL, Wire, Nothing,
-        "Requests in the pipeline that a scheduler reports as waiting.";
+        "Requests in the pipeline that a scheduler reports as waiting, and those that no stage was given yet.";
     OmniPeakMemoryMb "vllm_omni:peak_memory_mb"
         Gauge(Max), STAGE, Diffusion, Nothing,
         "Peak accelerator memory of a stage in MB as its engine reports it; several replicas: the highest.";
@@ -485,8 +485,8 @@ families! {
         Histogram(SecondsFast), MODEL, StatSocket, Feature,
         "Seconds of one inference of the voice activity detector.";
     OmniRequestQueueWaitS "vllm_omni:request_queue_wait_s"
-        Histogram(Seconds), MODEL, StatSocket, Nothing,
-        "Seconds that a request waited for the orchestrator; a measured 0 counts.";
+        Histogram(Seconds), MODEL, Http, Nothing,
+        "Seconds that a request waited for the orchestrator, as answers with images tell it; a measured 0 counts.";
     OmniRequestsFailedTotal "vllm_omni:requests_failed_total"
         Counter, &["model_name", "reason"], Wire, Nothing,
         "Requests that failed, by reason.";
@@ -660,6 +660,25 @@ families! {
         Histogram(Ttft), REPLICA, Wire, Nothing,
         "Seconds from a request's arrival at the stage to its first token.";
 
+    OmnitapApiAmbiguousJoinsTotal "omnitap_api_ambiguous_joins_total"
+        Counter, &[], Own, Nothing,
+        "Requests to the engines that more than one HTTP request fitted alike.";
+    OmnitapApiBreaksTotal "omnitap_api_breaks_total"
+        Counter, &[], Own, Nothing,
+        "Times that the bytes of a connection to an API server did not go on as they must, because some were lost.";
+    OmnitapApiConnections "omnitap_api_connections"
+        Gauge(Sum), &[], Own, Nothing,
+        "Connections to API servers that are followed now.";
+    OmnitapApiConnectionsRefusedTotal "omnitap_api_connections_refused_total"
+        Counter, &[], Own, Nothing,
+        "Connections to API servers that were not followed because too many were open.";
+    OmnitapApiRequestsTotal "omnitap_api_requests_total"
+        Counter, &["result"], Own, Nothing,
+        "HTTP requests to API servers, of any kind, by how they ended: ok, client_error, server_error, client_left \
+         (before the answer was complete), cut (by the server), lost (events are missing).";
+    OmnitapApiUnsupportedTotal "omnitap_api_unsupported_total"
+        Counter, &["what"], Own, Nothing,
+        "Connections to API servers and answers that can't be read: http2, tls, compressed_websocket, content_coding.";
     OmnitapBpfRunSecondsTotal "omnitap_bpf_run_seconds_total"
         Counter, &["program"], Own, Nothing,
         "Seconds that the kernel spent inside a BPF program of the agent; needs BPF statistics on.";
@@ -777,11 +796,26 @@ impl Family {
     pub fn name(self) -> &'static str {
         self.row().name
     }
+
+    /// The source that serves it where its own can't.
+    #[must_use]
+    pub fn stand_in(self) -> Option<Source> {
+        match self {
+            Self::OmniAudioContinuityOkTotal | Self::OmniAudioTtfpS | Self::OmniAudioUnderrunS => {
+                Some(Source::Wire)
+            }
+            _ => None,
+        }
+    }
 }
 
 /// The text of a HELP line: what is measured, and the source.
 pub(crate) fn help(row: &Row) -> String {
-    format!("{} Source: {}.", row.help, row.source.describe())
+    let stand_in = row
+        .family
+        .stand_in()
+        .map_or_else(String::new, |source| format!("; else {}", source.describe()));
+    format!("{} Source: {}{stand_in}.", row.help, row.source.describe())
 }
 
 /// The catalogue as tab-separated lines: name, type, labels, bucket set, source. Empty fields are `-`.

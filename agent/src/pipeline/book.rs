@@ -19,7 +19,10 @@ use super::{
 };
 use crate::{
     metrics::merge::{Known, Mark},
-    wire::message::{Add, FinishReason, OutputKind},
+    wire::{
+        http::note::ExchangeId,
+        message::{Add, FinishReason, OutputKind},
+    },
 };
 
 /// "No lane", "no engine".
@@ -217,6 +220,8 @@ pub(super) struct Request {
     pub(super) audio: Option<Box<FinishedAudio>>,
     /// Its number among the requests that are over; 0: it is not.
     ended: u32,
+    /// The exchange over HTTP that it came by, which then has its first packet and continuity.
+    pub(super) exchange: Option<ExchangeId>,
 }
 
 impl Request {
@@ -237,6 +242,11 @@ impl Request {
                 size,
             })
         })
+    }
+
+    /// When it arrived, by its first ADD.
+    pub(super) fn arrival_ns(&self) -> Option<u64> {
+        (self.start_ns != 0).then_some(self.start_ns)
     }
 
     /// When the pipeline was given it; `None`: before the agent looked.
@@ -470,7 +480,10 @@ impl Book {
 
     /// A tensor or array followed the message that was sent at `message_ns` on this socket.
     pub(super) fn aux(&mut self, pid: u32, socket: u64, message_ns: u64, size: u64) {
-        let lane = self.lanes.iter().find(|lane| lane.pid == pid && lane.socket == socket);
+        let lane = self
+            .lanes
+            .iter()
+            .find(|lane| lane.pid == pid && lane.socket == socket);
         if let Some((time_ns, request, part)) = lane.and_then(|lane| lane.carried)
             && time_ns == message_ns
             && let Some(part) = self.part_mut(request, part)
@@ -656,6 +669,7 @@ impl Book {
             reason: FinishReason::Stop,
             audio: None,
             ended: 0,
+            exchange: None,
         });
         // Bounded by the caller far below 2^32.
         let index = u32::try_from(index).unwrap_or(u32::MAX);

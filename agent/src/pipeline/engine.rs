@@ -187,6 +187,12 @@ impl Engine {
         self.slots.len()
     }
 
+    /// Samples a second of the audio that a request has got here; `None`: no audio.
+    pub(super) fn audio_rate(&self, slot: u32) -> Option<u32> {
+        let audio = self.slots.get(slot as usize)?.audio.as_ref()?;
+        (audio.frames > 0).then(|| audio.rate())
+    }
+
     /// Creates the children that the real server has before the first request.
     pub(super) fn create_children<S: Sink + ?Sized>(scope: ScopeId, labels: &Labels, sink: &mut S) {
         for &family in STAGE_COUNTERS {
@@ -876,6 +882,10 @@ fn first_packet<S: Sink + ?Sized>(
     let Some(request) = book.request(request) else {
         return FirstPacket::Pending;
     };
+    if request.exchange.is_some() {
+        // Told when it is written to the client.
+        return FirstPacket::Told;
+    }
     let part = request
         .parts
         .get(usize::from(part))

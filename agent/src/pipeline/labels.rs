@@ -6,9 +6,11 @@ use super::{
 };
 use crate::{metrics::catalogue::Family, wire::message::FinishReason};
 
-/// Reasons of `requests_failed_total` that the wire can tell.
+/// Reasons of `requests_failed_total`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
+    /// The API process aborted the request although its client was there and no stage had failed.
+    ClientAbort,
     /// The API process aborted the request although no stage had failed.
     ClientDisconnect,
     /// A stage reported an error or died.
@@ -18,13 +20,45 @@ pub(super) enum Failure {
 }
 
 impl Failure {
-    const ALL: [Self; 3] = [Self::ClientDisconnect, Self::StageError, Self::Unknown];
+    const ALL: [Self; 4] = [
+        Self::ClientAbort,
+        Self::ClientDisconnect,
+        Self::StageError,
+        Self::Unknown,
+    ];
 
     fn as_str(self) -> &'static str {
         match self {
+            Self::ClientAbort => "client_abort",
             Self::ClientDisconnect => "client_disconnect",
             Self::StageError => "stage_error",
             Self::Unknown => "unknown",
+        }
+    }
+}
+
+/// Reasons of `speech_stream_aborted_total`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum StreamAbort {
+    /// The client left while the engine was awaited.
+    Cancelled,
+    /// The client left while it was being written to.
+    Closed,
+    /// An engine died.
+    EngineDead,
+    /// Anything else.
+    Error,
+}
+
+impl StreamAbort {
+    const ALL: [Self; 4] = [Self::Cancelled, Self::Closed, Self::EngineDead, Self::Error];
+
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Cancelled => "cancelled",
+            Self::Closed => "closed",
+            Self::EngineDead => "engine_dead",
+            Self::Error => "error",
         }
     }
 }
@@ -51,13 +85,15 @@ impl Sleep {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Labels {
     finish: [ExtraId; 5],
-    failure: [ExtraId; 3],
+    failure: [ExtraId; 4],
+    stream_abort: [ExtraId; 4],
     /// Sources of prompt tokens: computed, local cache, external store.
     pub(super) source: [ExtraId; 3],
     /// Reasons of waiting: capacity, deferred.
     pub(super) waiting: [ExtraId; 2],
     pub(super) sleep: [ExtraId; 3],
     pub(super) stage_type_llm: ExtraId,
+    pub(super) stage_type_diffusion: ExtraId,
     pub(super) threshold: ExtraId,
     pub(super) no_audio_data: ExtraId,
 }
@@ -68,10 +104,12 @@ impl Labels {
         Self {
             finish: FinishReason::ALL.map(|reason| one(reason.as_str())),
             failure: Failure::ALL.map(|reason| one(reason.as_str())),
+            stream_abort: StreamAbort::ALL.map(|reason| one(reason.as_str())),
             source: ["local_compute", "local_cache_hit", "external_kv_transfer"].map(&mut one),
             waiting: ["capacity", "deferred"].map(&mut one),
             sleep: ["awake", "weights_offloaded", "discard_all"].map(&mut one),
             stage_type_llm: one("llm"),
+            stage_type_diffusion: one("diffusion"),
             threshold: one(CONTINUITY_THRESHOLD_MS),
             no_audio_data: one("no_audio_data"),
         }
@@ -89,11 +127,22 @@ impl Labels {
     }
 
     pub(super) fn failure(&self, reason: Failure) -> ExtraId {
-        let [client_disconnect, stage_error, unknown] = self.failure;
+        let [client_abort, client_disconnect, stage_error, unknown] = self.failure;
         match reason {
+            Failure::ClientAbort => client_abort,
             Failure::ClientDisconnect => client_disconnect,
             Failure::StageError => stage_error,
             Failure::Unknown => unknown,
+        }
+    }
+
+    pub(super) fn stream_abort(&self, reason: StreamAbort) -> ExtraId {
+        let [cancelled, closed, engine_dead, error] = self.stream_abort;
+        match reason {
+            StreamAbort::Cancelled => cancelled,
+            StreamAbort::Closed => closed,
+            StreamAbort::EngineDead => engine_dead,
+            StreamAbort::Error => error,
         }
     }
 

@@ -12,6 +12,7 @@ use super::{
     },
     engine::{Context, Engine, Snapshot, engine_number},
     forwards::Forward,
+    http::{Client, Exchanges},
     labels::{Failure, Labels, Sleep},
     places::End,
     sink::{ExtraId, Scope, ScopeId, Sink, Subject},
@@ -38,15 +39,17 @@ pub(super) enum Kind {
 pub(super) struct PipelineState {
     pub(super) pipeline: Pipeline,
     /// Scope of the pipeline's own families (vLLM-Omni).
-    scope: Option<ScopeId>,
-    engines: Slab<Engine>,
+    pub(super) scope: Option<ScopeId>,
+    pub(super) engines: Slab<Engine>,
     pub(super) book: Book,
+    /// What passes on the API processes' connections.
+    pub(super) exchanges: Exchanges,
     /// API processes that live.
     apis: usize,
     /// The highest stage of any kind.
     last_stage: Option<u32>,
     /// The highest diffusion stage; `u32::MAX`: one whose number is not known.
-    last_diffusion_stage: Option<u32>,
+    pub(super) last_diffusion_stage: Option<u32>,
     /// `max_model_len` of the lowest LLM stage that told it.
     ready: Option<(u32, u32)>,
     next_scan_ns: u64,
@@ -73,6 +76,7 @@ impl PipelineState {
             scope: None,
             engines: Slab::new(),
             book: Book::default(),
+            exchanges: Exchanges::default(),
             apis: 0,
             last_stage: None,
             last_diffusion_stage: None,
@@ -237,14 +241,14 @@ impl PipelineState {
         Some(scope)
     }
 
-    fn max_model_len(&self) -> Option<u32> {
+    pub(super) fn max_model_len(&self) -> Option<u32> {
         self.pipeline
             .max_model_len
             .or(self.ready.map(|(_, length)| length))
     }
 
     /// `None`: the model is not known, so there is nothing to label samples with.
-    fn scope_of(
+    pub(super) fn scope_of(
         &self,
         stage: Option<u32>,
         replica: Option<u32>,
@@ -292,6 +296,7 @@ impl PipelineState {
         sink: &mut S,
     ) {
         let number = engine_number(index);
+        self.exchanges.engine_died_ns = Some(now_ns);
         if let Some(engine) = self.engines.get_mut(index) {
             engine.snapshot = None;
         }
@@ -334,6 +339,7 @@ impl PipelineState {
             self.fail(request, Failure::Unknown, now_ns, environment, sink);
         }
         self.book.forget_api(pid);
+        self.forget_exchanges(pid);
         self.apis = self.apis.saturating_sub(1);
     }
 
@@ -353,6 +359,7 @@ impl PipelineState {
             .iter()
             .filter_map(|(_, engine)| engine.scope)
             .chain(self.scope)
+            .chain(self.exchanges.inline_scopes.values().copied())
             .collect();
         scopes.sort_unstable();
         scopes.dedup();
@@ -403,6 +410,9 @@ impl PipelineState {
             self.pipeline.flavor == Flavor::Vllm,
             environment.limits.max_requests,
         );
+        if matches!(added, Added::New | Added::Late { .. }) {
+            self.join_exchange(pid, add, environment);
+        }
         let (request, part) = match added {
             Added::New => return,
             Added::Refused(reason) => {
@@ -727,6 +737,9 @@ impl PipelineState {
         let Some(request) = self.book.complete(index) else {
             return;
         };
+        if let Some(exchange) = request.exchange {
+            self.request_over(exchange, self.audio_place(&request));
+        }
         sink.about(Some(Subject {
             pipeline: self.pipeline.id,
             request: &request.id,
@@ -784,13 +797,15 @@ impl PipelineState {
         );
         if let Some(audio) = &request.audio {
             let part = request.parts.get(usize::from(audio.part));
-            self.audio(audio, part, start_ns, environment, sink);
+            let is_written = request.exchange.is_some();
+            self.audio(audio, part, start_ns, is_written, environment, sink);
         }
     }
 
     /// The audio families of a completed request.
     ///
-    /// First packet and continuity belong to streamed responses. The API server asks its stages for deltas exactly
+    /// First packet and continuity belong to streamed responses. Where a request came by an exchange that is watched
+    /// (`is_written`), they are told as its answer is written. Elsewhere frames stand in: the API server asks its stages for deltas exactly
     /// where it streams (docs/parity.md), so the output kind of the audio stage's ADD tells; where it is cumulative
     /// it does not, and there is no sample.
     fn audio<S: Sink + ?Sized>(
@@ -798,6 +813,7 @@ impl PipelineState {
         audio: &FinishedAudio,
         part: Option<&Part>,
         start_ns: Option<u64>,
+        is_written: bool,
         environment: &Environment,
         sink: &mut S,
     ) {
@@ -838,6 +854,7 @@ impl PipelineState {
             sink.observe(Family::OmniAudioRtf, scope, none, gen_time_s / duration_s, 1);
         }
         match part.output_kind {
+            _ if is_written => return,
             OutputKind::Delta => {}
             OutputKind::FinalOnly => return,
             OutputKind::Cumulative => {
@@ -902,6 +919,11 @@ impl PipelineState {
             sink.add(Family::OmniRequestsFailedTotal, scope, reason, 1.0);
             sink.about(None);
         }
+        if let Some(request) = self.book.request(index)
+            && let Some(exchange) = request.exchange
+        {
+            self.request_over(exchange, self.audio_place(request));
+        }
         self.close(index, now_ns.saturating_add(environment.limits.linger_ns));
     }
 
@@ -945,6 +967,7 @@ impl PipelineState {
             self.next_scan_ns = now_ns.saturating_add(TIMEOUT_SCAN_NS);
             self.time_out(now_ns, environment, sink);
         }
+        self.tick_exchanges(now_ns, environment, sink);
         self.set_gauges(now_ns, environment, sink);
     }
 
@@ -986,7 +1009,11 @@ impl PipelineState {
                 let reason = if aborting.engine_died {
                     Failure::StageError
                 } else if aborting.by_client {
-                    Failure::ClientDisconnect
+                    match self.client_of(request.exchange) {
+                        Client::Here => Failure::ClientAbort,
+                        // Nearly all aborts are of clients that left.
+                        Client::Left | Client::Unknown => Failure::ClientDisconnect,
+                    }
                 } else {
                     Failure::Unknown
                 };
@@ -1026,6 +1053,9 @@ impl PipelineState {
                 Family::VllmE2eRequestLatencySeconds
             };
             sink.skip(family, "timed_out");
+            if let Some(exchange) = self.book.request(request).and_then(|request| request.exchange) {
+                self.request_over(exchange, None);
+            }
             self.close(request, now_ns.saturating_add(environment.limits.linger_ns));
         }
     }
@@ -1068,15 +1098,15 @@ impl PipelineState {
             waiting += total.waiting;
         }
         if let Some(scope) = self.scope {
+            let inline = self.open_inline();
             let open = u64::try_from(self.open()).unwrap_or(u64::MAX);
             let waiting = waiting.min(open);
             let none = ExtraId::NONE;
-            sink.set(
-                Family::OmniNumRequestsRunning,
-                scope,
-                none,
-                as_f64(open - waiting),
-            );
+            let running = (open - waiting).saturating_add(inline as u64);
+            sink.set(Family::OmniNumRequestsRunning, scope, none, as_f64(running));
+            // Read by the API process, and not given to any stage yet.
+            let undispatched = self.exchanges.waiting().count().saturating_sub(inline);
+            let waiting = waiting.saturating_add(undispatched as u64);
             sink.set(Family::OmniNumRequestsWaiting, scope, none, as_f64(waiting));
         }
     }

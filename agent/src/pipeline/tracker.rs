@@ -13,7 +13,7 @@ use super::{
 use crate::{
     host::identity::{Change, Pipeline, PipelineId, Process, ProcessKey},
     metrics::merge::{Known, Ledger, Mark},
-    wire::{assemble::Aux, connector::Key, message::Message, shm::ShmEvent},
+    wire::{assemble::Aux, connector::Key, http::connections::News, message::Message, shm::ShmEvent},
 };
 
 /// Times and caps of the state machines.
@@ -76,6 +76,8 @@ pub struct Tracker {
     by_id: FxHashMap<PipelineId, usize>,
     pipelines: Slab<PipelineState>,
     transfers: Transfers,
+    /// Of pipelines that are gone.
+    ended_ambiguous_joins: u64,
 }
 
 #[derive(Debug)]
@@ -157,6 +159,38 @@ impl Tracker {
         };
         self.transfers.shm(event, key, place, places, &self.limits, sink);
         ShmTaken::Known
+    }
+
+    /// News of an exchange over HTTP. Those of processes that are no API process count as nothing.
+    pub fn http<S: Sink + ?Sized>(&mut self, news: &News, sink: &mut S) {
+        let environment = self.environment(sink);
+        let slot = self
+            .processes
+            .get(&news.pid)
+            .filter(|watched| watched.kind == Kind::Api)
+            .and_then(|watched| watched.pipeline);
+        if let Some(state) = slot.and_then(|slot| self.pipelines.get_mut(slot)) {
+            state.http(news, &environment, sink);
+        }
+    }
+
+    /// Exchanges over HTTP that are held in memory, over all pipelines.
+    #[must_use]
+    pub fn tracked_exchanges(&self) -> usize {
+        self.pipelines
+            .iter()
+            .map(|(_, state)| state.exchanges.len())
+            .sum()
+    }
+
+    /// Times that several exchanges fitted a request alike.
+    #[must_use]
+    pub fn ambiguous_joins(&self) -> u64 {
+        let ended = self.ended_ambiguous_joins;
+        self.pipelines
+            .iter()
+            .map(|(_, state)| state.exchanges.ambiguous_joins)
+            .fold(ended, u64::saturating_add)
     }
 
     /// What runs here has changed.
@@ -335,6 +369,7 @@ impl Tracker {
         self.processes.retain(|_, watched| watched.pipeline != Some(slot));
         let environment = self.environment(sink);
         state.end(now_ns, &environment, sink);
+        self.ended_ambiguous_joins += state.exchanges.ambiguous_joins;
         self.transfers.pipeline_gone(id, sink);
     }
 }

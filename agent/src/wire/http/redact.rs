@@ -1,0 +1,1 @@
+//! Blanks what an event carries, for recordings.
