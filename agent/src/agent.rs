@@ -5,6 +5,7 @@
 //!                            |  exec, fork, exit            ^ changes
 //!                            v                              |
 //!                          host thread: /proc scans, roles -+-> attach thread: probes on, probes off
+//! gpu thread: NVML -> samples -> reader thread
 //! tokio: HTTP, and a timer that copies the tap's own counters into omnitap_* families
 //! ```
 
@@ -14,7 +15,7 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
-        mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel},
+        mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel, sync_channel},
     },
     thread::JoinHandle,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
@@ -25,6 +26,10 @@ use tracing::{error, info, warn};
 
 use crate::{
     config::ModelName,
+    gpu::{
+        sample::GpuSample,
+        sampler::{Members, SamplerThread, Settings as GpuSettings},
+    },
     host::{
         identity::{Change, Flavor, Pipeline, PipelineId, ProcessKey, Role},
         scan::{Host, Settings as HostSettings},
@@ -61,6 +66,9 @@ const RETRY: [Duration; 7] = [
     Duration::from_secs(30),
 ];
 
+/// Looks at GPUs that may wait for the reader; one is a few kilobytes.
+const GPU_BACKLOG: usize = 4;
+
 /// Why the agent can't start.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
@@ -81,6 +89,8 @@ pub struct Settings {
     pub http: bool,
     /// Discovery.
     pub host: HostSettings,
+    /// `None`: GPUs are not looked at.
+    pub gpu: Option<GpuSettings>,
     /// Names for models that no command line tells, the first match counts.
     pub model_names: Vec<ModelName>,
     /// Time that taking the probes off may take at the end.
@@ -107,6 +117,7 @@ pub struct Agent {
     reader: JoinHandle<()>,
     /// Host and attach thread.
     finders: [JoinHandle<()>; 2],
+    gpu: Option<SamplerThread>,
     notices: Sender<Notice>,
     shutdown_timeout: Duration,
 }
@@ -165,9 +176,16 @@ impl Agent {
         let (notices, notices_rx) = channel();
         let (changes, changes_rx) = channel();
         let (attach, attach_rx) = channel();
+        let members = Members::default();
+        let (samples, samples_rx) = sync_channel(GPU_BACKLOG);
+        let gpu = match &settings.gpu {
+            Some(gpu) => Some(SamplerThread::start(gpu.clone(), members.clone(), samples)?),
+            None => None,
+        };
         let reading = Reading {
             observer,
             changes: changes_rx,
+            gpu: samples_rx,
             notices: notices.clone(),
             recorder,
             next_tick: Instant::now(),
@@ -182,6 +200,7 @@ impl Agent {
             status: status.clone(),
             pipelines: BTreeMap::new(),
             roles: HashMap::new(),
+            members,
         };
         let attacher = Attacher {
             tap: tap.clone(),
@@ -198,6 +217,7 @@ impl Agent {
                 spawn("omnitap-host", move || discovery.run(&notices_rx))?,
                 spawn("omnitap-attach", move || attacher.run(&attach_rx))?,
             ],
+            gpu,
             tap,
             stop,
             notices,
@@ -304,6 +324,7 @@ impl Agent {
     #[must_use = "probes that are still on"]
     pub fn stop(self) -> usize {
         let start = Instant::now();
+        drop(self.gpu);
         // The attach thread ends with the host thread: nothing is attached from there on. One that hangs in the
         // kernel must not hold up the end.
         drop(self.notices.send(Notice::Stop));
@@ -353,6 +374,7 @@ fn wall_offset_ns() -> i64 {
 struct Reading {
     observer: Observer,
     changes: Receiver<Change>,
+    gpu: Receiver<GpuSample>,
     notices: Sender<Notice>,
     recorder: Option<Recorder>,
     next_tick: Instant,
@@ -362,6 +384,7 @@ impl Reading {
     fn run(mut self, mut reader: Option<Reader>, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
             self.take_changes();
+            self.take_gpu_samples();
             self.tick_if_due();
             let timeout = READ_INTERVAL.min(self.next_tick.saturating_duration_since(Instant::now()));
             match &mut reader {
@@ -393,6 +416,14 @@ impl Reading {
                 }
                 Err(TryRecvError::Empty | TryRecvError::Disconnected) => return,
             }
+        }
+    }
+
+    fn take_gpu_samples(&mut self) {
+        while let Ok(sample) = self.gpu.try_recv() {
+            let now_ns = monotonic_ns();
+            self.observer.gpu(&sample, now_ns);
+            self.record(now_ns, || Item::Gpu(sample));
         }
     }
 
@@ -481,6 +512,8 @@ struct Discovery {
     pipelines: BTreeMap<PipelineId, Pipeline>,
     /// Processes with their role and pipeline.
     roles: HashMap<ProcessKey, (Role, PipelineId)>,
+    /// The same for the look at GPUs.
+    members: Members,
 }
 
 impl Discovery {
@@ -536,6 +569,7 @@ impl Discovery {
                 {
                     warn!(pid, error = %source, "the kernel won't tell of its forks and its end: scans will");
                 }
+                self.members.insert(pid);
                 self.roles.insert(process.key, (process.role, process.pipeline));
                 attach.extend(ProbeSet::ALL.map(|set| {
                     if self.belongs(set, process.role, process.pipeline) {
@@ -551,6 +585,7 @@ impl Discovery {
                     // Fails where the pid was not watched: then there is nothing to undo.
                     drop(tap.unwatch(key.pid));
                 }
+                self.members.remove(key.pid);
                 self.roles.remove(key);
                 attach.extend(ProbeSet::ALL.map(|set| Attach::Off(*key, set)));
             }

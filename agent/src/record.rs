@@ -10,6 +10,7 @@ use flate2::{Compression, bufread::MultiGzDecoder, write::GzEncoder};
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    gpu::sample::GpuSample,
     host::identity::Change,
     wire::{frame::Frame, shm::ShmEvent},
 };
@@ -84,6 +85,8 @@ pub enum Item {
     Frame(OwnedFrame),
     /// A segment of shared memory was handed on, taken or removed. Names are ids, and kept.
     Shm(OwnedShm),
+    /// A look at the GPUs.
+    Gpu(GpuSample),
     /// Time passed; the state machines were given `t`.
     Tick,
 }

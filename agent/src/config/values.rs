@@ -3,6 +3,7 @@
 use std::{
     fmt,
     net::{IpAddr, Ipv6Addr},
+    path::PathBuf,
     str::FromStr,
     time::Duration,
 };
@@ -191,6 +192,33 @@ impl fmt::Display for ListenAddress {
 
 impl Single for ListenAddress {
     const NAME: &'static str = "ADDRESS";
+}
+
+/// A file or a socket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FilePath(pub PathBuf);
+
+impl FromStr for FilePath {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let path = PathBuf::from(text);
+        if path.is_absolute() {
+            Ok(Self(path))
+        } else {
+            Err("not an absolute path")
+        }
+    }
+}
+
+impl fmt::Display for FilePath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0.display())
+    }
+}
+
+impl Single for FilePath {
+    const NAME: &'static str = "PATH";
 }
 
 /// A name for a model that can't be told otherwise.

@@ -3,7 +3,7 @@
 use std::{borrow::Cow, sync::Arc};
 
 use super::{
-    catalogue::{Family, Source},
+    catalogue::Family,
     store::{Child, Store},
 };
 use crate::host::identity::PipelineId;
@@ -90,6 +90,11 @@ impl Own {
         }
     }
 
+    /// Removes all children of a family.
+    pub fn clear(&self, family: Family) {
+        self.store.remove_if(family, |_| true);
+    }
+
     /// Removes the children of a pipeline that has ended from the families with a label `pipeline`.
     pub fn remove_pipeline(&self, pipeline: PipelineId) {
         let label = format!("pipeline=\"{}\"", pipeline.0);
@@ -124,7 +129,7 @@ impl Own {
 
     fn child(&self, family: Family, values: &[&str]) -> Option<Arc<Child>> {
         let row = family.row();
-        debug_assert_eq!(row.source, Source::Own, "{} is not the agent's own", row.name);
+        debug_assert!(row.is_own(), "{} is not the agent's own", row.name);
         debug_assert_eq!(row.labels.len(), values.len(), "labels of {}", row.name);
         let mut labels: Vec<_> = row
             .labels

@@ -136,6 +136,20 @@ impl Registry {
         Exposition::new(Arc::clone(&self.store), self.own.clone())
     }
 
+    /// The scopes that have a child of a family without further labels, in no order.
+    #[must_use]
+    pub fn scopes_with(&self, family: Family) -> Vec<Scope> {
+        let has_child = |scope: &ScopeId| {
+            let slot = self.slots.get(&Key::new(family, *scope, ExtraId::NONE));
+            matches!(slot, Some(Slot::Live { .. }))
+        };
+        self.scopes
+            .iter()
+            .filter(|(id, _)| has_child(id))
+            .map(|(_, scope)| scope.clone())
+            .collect()
+    }
+
     /// Every process of a pipeline has ended: its gauges go, and retention begins for the rest.
     pub fn pipeline_ended(&mut self, pipeline: PipelineId, now: Instant) {
         self.ended.insert(pipeline, now);

@@ -17,7 +17,7 @@ use std::{
 
 use parking_lot::RwLock;
 
-use super::catalogue::{Family, Kind, Source};
+use super::catalogue::{Family, Kind};
 
 /// The longest label value in bytes; what exceeds it is cut off. Names come from other containers.
 pub(super) const MAX_LABEL_BYTES: usize = 256;
@@ -191,7 +191,7 @@ impl Store {
             value,
         });
         let lines = child.lines();
-        if family.row().source != Source::Own && self.lines.load(Relaxed) + lines > self.max_lines {
+        if !family.row().is_own() && self.lines.load(Relaxed) + lines > self.max_lines {
             return None;
         }
         let mut children = self.list(family)?.write();
@@ -235,7 +235,7 @@ impl Store {
     }
 
     fn total(&self, family: Family) -> &AtomicUsize {
-        if family.row().source == Source::Own {
+        if family.row().is_own() {
             &self.own_lines
         } else {
             &self.lines
