@@ -13,7 +13,8 @@ use omnitap::{
     agent::{Agent, Recorder, Settings},
     check,
     cli::{Cli, Command, EX_USAGE},
-    config::{Config, Effective, Flags},
+    config::{Config, Effective, EngineMetrics, Flags},
+    fill::scrape::Settings as FillSettings,
     gpu::sampler::Settings as GpuSettings,
     host::scan::Settings as HostSettings,
     logging,
@@ -112,6 +113,13 @@ fn tap_settings(config: &Config) -> Option<TapSettings> {
     })
 }
 
+fn fill_settings(config: &Config) -> Option<FillSettings> {
+    (config.engine_metrics == EngineMetrics::Fill).then(|| FillSettings {
+        interval: config.engine_interval,
+        proc_root: HostSettings::default().proc_root,
+    })
+}
+
 fn gpu_settings(config: &Config) -> Option<GpuSettings> {
     config.gpu.then(|| GpuSettings {
         interval: config.gpu_interval,
@@ -184,10 +192,14 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
                 ..HostSettings::default()
             },
             gpu: gpu_settings(config),
+            fill: fill_settings(config),
             model_names: config.model_names.clone(),
             shutdown_timeout: config.shutdown_timeout,
         };
-        let agent = Agent::start(&settings, observer, &status, recorder)?;
+        let mut agent = Agent::start(&settings, observer, &status, recorder)?;
+        if let Some(reads) = agent.engine_reads() {
+            tokio::spawn(reads);
+        }
         for address in server.addresses() {
             info!("serving http://{address}/metrics");
         }

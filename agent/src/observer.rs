@@ -6,6 +6,10 @@ use std::{
 };
 
 use crate::{
+    fill::{
+        families::{Fill, Target},
+        sample::EngineSample,
+    },
     gpu::{
         families::{Gpus, World},
         sample::GpuSample,
@@ -56,6 +60,7 @@ pub struct Observer {
     processes: HashMap<u32, Process>,
     pipelines: BTreeMap<PipelineId, Watched>,
     gpus: Gpus,
+    fill: Fill,
     /// What the registry takes for time 0 of the clock that all times here are on.
     origin: Instant,
 }
@@ -96,6 +101,7 @@ impl Observer {
             processes: HashMap::new(),
             pipelines: BTreeMap::new(),
             gpus: Gpus::default(),
+            fill: Fill::default(),
             origin: Instant::now(),
         }
     }
@@ -151,6 +157,7 @@ impl Observer {
         if let Change::PipelineGone(id) = change {
             self.pipelines.remove(id);
             self.merge.forget(*id);
+            self.fill.forget(*id, &self.registry);
             self.with_gpus(|gpus, world, registry| gpus.tick(now_ns, world, registry));
             self.registry
                 .pipeline_ended(*id, self.origin + Duration::from_nanos(now_ns));
@@ -237,6 +244,21 @@ impl Observer {
         then(gpus, &world, registry);
     }
 
+    /// Takes a read of an engine's own metrics.
+    pub fn engine(&mut self, sample: &EngineSample) {
+        // A read may come after the end of its pipeline.
+        if let Some(watched) = self.pipelines.get(&sample.pipeline) {
+            let target = Target {
+                registry: &mut self.registry,
+                merge: &mut self.merge,
+                pipeline: &watched.pipeline,
+                has_frames: watched.frame_ns.is_some(),
+                ledger: &self.tracker,
+            };
+            self.fill.sample(sample, target);
+        }
+    }
+
     /// What is remembered of GPUs, for tests of growth.
     #[must_use]
     pub fn gpus(&self) -> &Gpus {
@@ -291,6 +313,7 @@ impl Observer {
                 }
             }
             Item::Gpu(sample) => self.gpu(sample, entry.t),
+            Item::Engine(sample) => self.engine(sample),
             Item::Tick => self.tick(entry.t),
         }
     }

@@ -289,6 +289,16 @@ pub enum LogFormat {
     Json,
 }
 
+/// Use of the engine's own `/metrics`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EngineMetrics {
+    /// None.
+    Off,
+    /// For what no other source gives.
+    #[default]
+    Fill,
+}
+
 macro_rules! words {
     ($type:ident, $name:literal, $expected:literal, $($word:literal => $variant:ident),*) => {
         impl FromStr for $type {
@@ -319,3 +329,4 @@ macro_rules! words {
 words!(LogLevel, "LEVEL", "not one of error, warn, info, debug, trace",
     "error" => Error, "warn" => Warn, "info" => Info, "debug" => Debug, "trace" => Trace);
 words!(LogFormat, "FORMAT", "not one of text, json", "text" => Text, "json" => Json);
+words!(EngineMetrics, "USE", "not one of off, fill", "off" => Off, "fill" => Fill);

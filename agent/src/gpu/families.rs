@@ -401,8 +401,8 @@ fn own_scope(pipeline: &Pipeline, stage: u32) -> Scope {
         model: pipeline.model.clone().unwrap_or_default(),
         served_model: pipeline.served_model.clone().unwrap_or_default(),
         stage: Some(stage),
-        // All replicas together: no engine's scope.
-        replica: None,
+        // All replicas together. The family has no such label, and no other source a scope of this number.
+        replica: Some(u32::MAX),
         max_model_len: None,
     }
 }

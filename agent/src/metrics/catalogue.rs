@@ -685,6 +685,13 @@ families! {
     OmnitapCpuSecondsTotal "omnitap_cpu_seconds_total"
         Counter, &[], Own, Nothing,
         "CPU seconds of the agent's process, user and system.";
+    OmnitapEngineDisagreement "omnitap_engine_disagreement"
+        Gauge(Max), &["pipeline", "family"], Own, Nothing,
+        "Children of a family whose value here and in the engine's own /metrics differ by more than 1 % while both rest; \
+         counters: what they gained since they were first seen at rest.";
+    OmnitapEngineReadsTotal "omnitap_engine_reads_total"
+        Counter, &["result"], Own, Nothing,
+        "Reads of the engines' own /metrics, by result: ok, or why not.";
     OmnitapEventsLostTotal "omnitap_events_lost_total"
         Counter, &["kind"], Own, Nothing,
         "Events that were seen in the kernel and did not reach the agent, by why.";

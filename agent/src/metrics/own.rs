@@ -98,7 +98,11 @@ impl Own {
     /// Removes the children of a pipeline that has ended from the families with a label `pipeline`.
     pub fn remove_pipeline(&self, pipeline: PipelineId) {
         let label = format!("pipeline=\"{}\"", pipeline.0);
-        for family in [Family::OmnitapPipelineInfo, Family::OmnitapSourceState] {
+        for family in [
+            Family::OmnitapPipelineInfo,
+            Family::OmnitapSourceState,
+            Family::OmnitapEngineDisagreement,
+        ] {
             // No other label name of these families ends in "pipeline", and values have their quotes escaped.
             self.store.remove_if(family, |c| c.labels.contains(&label));
         }
