@@ -5,7 +5,8 @@
 //!                            |  exec, fork, exit            ^ changes
 //!                            v                              |
 //!                          host thread: /proc scans, roles -+-> attach thread: probes on, probes off
-//! tokio: HTTP, and a timer that copies the tap's own counters into omnitap_* families
+//! gpu thread: NVML -> samples -> reader thread
+//! tokio: the engines' own metrics -> samples -> reader thread; HTTP, and a timer that copies the tap's own counters into omnitap_* families
 //! ```
 
 use std::{
@@ -14,7 +15,7 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
-        mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel},
+        mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, TryRecvError, channel, sync_channel},
     },
     thread::JoinHandle,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
@@ -25,6 +26,14 @@ use tracing::{error, info, warn};
 
 use crate::{
     config::ModelName,
+    fill::{
+        sample::EngineSample,
+        scrape::{self, Servers, Settings as FillSettings},
+    },
+    gpu::{
+        sample::GpuSample,
+        sampler::{Members, SamplerThread, Settings as GpuSettings},
+    },
     host::{
         connectors::Connectors,
         identity::{Change, Flavor, Pipeline, PipelineId, ProcessKey, Role},
@@ -62,6 +71,12 @@ const RETRY: [Duration; 7] = [
     Duration::from_secs(30),
 ];
 
+/// Looks at GPUs that may wait for the reader; one is a few kilobytes.
+const GPU_BACKLOG: usize = 4;
+
+/// Reads of engines' own metrics that may wait for the reader; one is some hundred kilobytes.
+const FILL_BACKLOG: usize = 2;
+
 /// Why the agent can't start.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
@@ -82,6 +97,10 @@ pub struct Settings {
     pub http: bool,
     /// Discovery.
     pub host: HostSettings,
+    /// `None`: GPUs are not looked at.
+    pub gpu: Option<GpuSettings>,
+    /// `None`: the engines' own metrics are left alone.
+    pub fill: Option<FillSettings>,
     /// Names for models that no command line tells, the first match counts.
     pub model_names: Vec<ModelName>,
     /// Time that taking the probes off may take at the end.
@@ -108,6 +127,8 @@ pub struct Agent {
     reader: JoinHandle<()>,
     /// Host and attach thread.
     finders: [JoinHandle<()>; 2],
+    gpu: Option<SamplerThread>,
+    fill: Option<(FillSettings, Servers, SyncSender<EngineSample>)>,
     notices: Sender<Notice>,
     shutdown_timeout: Duration,
 }
@@ -168,9 +189,21 @@ impl Agent {
         let (notices, notices_rx) = channel();
         let (changes, changes_rx) = channel();
         let (attach, attach_rx) = channel();
+        let members = Members::default();
+        let (samples, samples_rx) = sync_channel(GPU_BACKLOG);
+        let gpu = match &settings.gpu {
+            Some(gpu) => Some(SamplerThread::start(gpu.clone(), members.clone(), samples)?),
+            None => None,
+        };
+        let servers = Servers::default();
+        let (reads, reads_rx) = sync_channel(FILL_BACKLOG);
+        let fill = settings.fill.clone().map(|fill| (fill, servers.clone(), reads));
         let reading = Reading {
             observer,
             changes: changes_rx,
+            gpu: samples_rx,
+            engines: reads_rx,
+            status: status.clone(),
             notices: notices.clone(),
             recorder,
             next_tick: Instant::now(),
@@ -185,6 +218,9 @@ impl Agent {
             status: status.clone(),
             pipelines: BTreeMap::new(),
             roles: HashMap::new(),
+            members,
+            servers,
+            own_start: own_start_ticks(),
         };
         let attacher = Attacher {
             tap: tap.clone(),
@@ -203,11 +239,19 @@ impl Agent {
                 spawn("omnitap-host", move || discovery.run(&notices_rx))?,
                 spawn("omnitap-attach", move || attacher.run(&attach_rx))?,
             ],
+            gpu,
+            fill,
             tap,
             stop,
             notices,
             shutdown_timeout: settings.shutdown_timeout,
         })
+    }
+
+    /// What reads the engines' own metrics, for the runtime; the first call gives it, if it is wanted.
+    pub fn engine_reads(&mut self) -> Option<impl Future<Output = ()> + Send + 'static> {
+        let (settings, servers, out) = self.fill.take()?;
+        Some(scrape::run(settings, servers, out))
     }
 
     /// Copies what the tap and the kernel count into the agent's own families. Every few seconds is right.
@@ -309,6 +353,7 @@ impl Agent {
     #[must_use = "probes that are still on"]
     pub fn stop(self) -> usize {
         let start = Instant::now();
+        drop(self.gpu);
         // The attach thread ends with the host thread: nothing is attached from there on. One that hangs in the
         // kernel must not hold up the end.
         drop(self.notices.send(Notice::Stop));
@@ -358,6 +403,9 @@ fn wall_offset_ns() -> i64 {
 struct Reading {
     observer: Observer,
     changes: Receiver<Change>,
+    gpu: Receiver<GpuSample>,
+    engines: Receiver<EngineSample>,
+    status: Status,
     notices: Sender<Notice>,
     recorder: Option<Recorder>,
     next_tick: Instant,
@@ -367,6 +415,8 @@ impl Reading {
     fn run(mut self, mut reader: Option<Reader>, stop: &AtomicBool) {
         while !stop.load(Ordering::Acquire) {
             self.take_changes();
+            self.take_gpu_samples();
+            self.take_engine_samples();
             self.tick_if_due();
             let timeout = READ_INTERVAL.min(self.next_tick.saturating_duration_since(Instant::now()));
             match &mut reader {
@@ -398,6 +448,23 @@ impl Reading {
                 }
                 Err(TryRecvError::Empty | TryRecvError::Disconnected) => return,
             }
+        }
+    }
+
+    fn take_gpu_samples(&mut self) {
+        while let Ok(sample) = self.gpu.try_recv() {
+            let now_ns = monotonic_ns();
+            self.observer.gpu(&sample, now_ns);
+            self.record(now_ns, || Item::Gpu(sample));
+        }
+    }
+
+    fn take_engine_samples(&mut self) {
+        while let Ok(sample) = self.engines.try_recv() {
+            self.status
+                .set_engine(sample.pipeline, sample.outcome.to_string());
+            self.observer.engine(&sample);
+            self.record(monotonic_ns(), || Item::Engine(sample));
         }
     }
 
@@ -486,6 +553,12 @@ struct Discovery {
     pipelines: BTreeMap<PipelineId, Pipeline>,
     /// Processes with their role and pipeline.
     roles: HashMap<ProcessKey, (Role, PipelineId)>,
+    /// The same for the look at GPUs.
+    members: Members,
+    /// Those that serve HTTP, for the reads of their own metrics.
+    servers: Servers,
+    /// When the agent started, as processes have it.
+    own_start: u64,
 }
 
 impl Discovery {
@@ -544,6 +617,13 @@ impl Discovery {
                 {
                     warn!(pid, error = %source, "the kernel won't tell of its forks and its end: scans will");
                 }
+                self.members.insert(pid);
+                if matches!(process.role, Role::ApiServer | Role::ApiWorker { .. }) {
+                    let pipeline = self.pipelines.get(&process.pipeline);
+                    let is_root = pipeline.is_some_and(|pipeline| pipeline.root == process.key);
+                    let is_fresh = process.key.start_ticks > self.own_start;
+                    self.servers.insert(process.pipeline, pid, is_root, is_fresh);
+                }
                 self.roles.insert(process.key, (process.role, process.pipeline));
                 attach.extend(ProbeSet::ALL.map(|set| {
                     if self.belongs(set, process.key, process.role, process.pipeline) {
@@ -559,6 +639,8 @@ impl Discovery {
                     // Fails where the pid was not watched: then there is nothing to undo.
                     drop(tap.unwatch(key.pid));
                 }
+                self.members.remove(key.pid);
+                self.servers.remove(key.pid);
                 self.roles.remove(key);
                 attach.extend(ProbeSet::ALL.map(|set| Attach::Off(*key, set)));
             }
@@ -653,6 +735,13 @@ impl Discovery {
             }
         }
     }
+}
+
+/// Start of this process in clock ticks since boot.
+fn own_start_ticks() -> u64 {
+    procfs::process::Process::myself()
+        .and_then(|own| own.stat())
+        .map_or(u64::MAX, |stat| stat.starttime)
 }
 
 fn parent(pid: u32) -> Option<u32> {

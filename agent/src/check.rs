@@ -4,11 +4,22 @@
 //! and probes a function of its own process. The trial decides whether the tap works; the other conditions
 //! say why it does not.
 
-use std::{fmt, fs, io, path::Path, time::Duration};
+use std::{
+    fmt, fs, io,
+    path::{Path, PathBuf},
+    sync::mpsc::channel,
+    time::Duration,
+};
 
 use serde::Serialize;
 
-use crate::tap::{self, ProbeSet, Settings, SiteKind, Tap, TapError};
+use crate::{
+    gpu::{self, Trial, sample::State},
+    tap::{self, ProbeSet, Settings, SiteKind, Tap, TapError},
+};
+
+/// A call of NVML that takes longer hangs in the driver.
+const NVML_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Inodes of the initial namespaces (`include/linux/proc_ns.h`), the same in every kernel.
 const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
@@ -109,14 +120,72 @@ impl fmt::Display for Report {
     }
 }
 
-/// Looks at everything and tries the tap.
+/// Looks at everything and tries the tap, and NVML where `gpu` is given: files that may be its library, none for where
+/// hosts have it.
 #[must_use]
-pub fn run() -> Report {
+pub fn run(gpu: Option<&[PathBuf]>) -> Report {
     let facts = Facts::read();
     let mut report = facts.judge();
     try_map_files(&mut report);
     try_tap(&facts, &mut report);
+    if let Some(libraries) = gpu {
+        let libraries = libraries.to_vec();
+        let (done, answer) = channel();
+        // Left behind where a call hangs.
+        std::thread::spawn(move || done.send(gpu::trial(&libraries)));
+        judge_nvml(answer.recv_timeout(NVML_TIMEOUT).ok(), &mut report);
+    }
     report
+}
+
+/// `None`: no answer.
+fn judge_nvml(answer: Option<Result<Trial, State>>, report: &mut Report) {
+    let (status, found, remedy) = match answer {
+        Some(Ok(Trial {
+            library,
+            driver,
+            gpus,
+        })) => (
+            if gpus > 0 { Status::Pass } else { Status::Warn },
+            format!(
+                "{}, driver {}, GPUs: {gpus}",
+                library.display(),
+                driver.as_deref().unwrap_or("unknown")
+            ),
+            "give the container the GPUs (`NVIDIA_VISIBLE_DEVICES=all`, or /dev of the host) to see their memory",
+        ),
+        Some(Err(State::NoLibrary)) => (
+            Status::Pass,
+            format!("no {}: GPUs are not looked at", gpu::library::NAME),
+            "",
+        ),
+        Some(Err(State::NoDriver)) => (
+            Status::Warn,
+            "the library is here, the driver is not loaded".to_owned(),
+            "load the driver (`modprobe nvidia`); the agent tries again by itself",
+        ),
+        Some(Err(State::VersionMismatch)) => (
+            Status::Warn,
+            "library and driver are of different versions".to_owned(),
+            "load the new driver, or restart the host; the agent tries again by itself",
+        ),
+        Some(Err(State::NoPermission)) => (
+            Status::Warn,
+            "the driver refuses this process".to_owned(),
+            "run as root with the host's /dev/nvidia* devices",
+        ),
+        Some(Err(_)) => (
+            Status::Warn,
+            "the driver does not answer as it should".to_owned(),
+            "see the kernel's log (`dmesg | grep NVRM`); without NVML the families of GPUs are missing",
+        ),
+        None => (
+            Status::Warn,
+            format!("no answer from the driver in {} s", NVML_TIMEOUT.as_secs()),
+            "see the kernel's log (`dmesg | grep NVRM`); the agent goes on without GPUs until it answers",
+        ),
+    };
+    report.add("NVML", status, found, remedy);
 }
 
 /// What the conditions are judged by.
@@ -670,6 +739,40 @@ mod tests {
             report.items.iter().all(|item| item.status == Status::Pass),
             "{report}"
         );
+    }
+
+    fn trial(gpus: u32) -> Trial {
+        Trial {
+            library: "/usr/lib64/libnvidia-ml.so.1".into(),
+            driver: Some("550.54.15".into()),
+            gpus,
+        }
+    }
+
+    #[rstest]
+    #[case::gpus(
+        Some(Ok(trial(8))),
+        Status::Pass,
+        "/usr/lib64/libnvidia-ml.so.1, driver 550.54.15, GPUs: 8"
+    )]
+    #[case::no_gpu(Some(Ok(trial(0))), Status::Warn, "GPUs: 0")]
+    #[case::no_library(Some(Err(State::NoLibrary)), Status::Pass, "no libnvidia-ml.so.1")]
+    #[case::no_driver(Some(Err(State::NoDriver)), Status::Warn, "driver is not loaded")]
+    #[case::versions(Some(Err(State::VersionMismatch)), Status::Warn, "different versions")]
+    #[case::refused(Some(Err(State::NoPermission)), Status::Warn, "refuses")]
+    #[case::broken(Some(Err(State::Failed)), Status::Warn, "does not answer as it should")]
+    #[case::hangs(None, Status::Warn, "no answer")]
+    fn nvml_never_fails_the_tap(
+        #[case] answer: Option<Result<Trial, State>>,
+        #[case] status: Status,
+        #[case] found: &str,
+    ) {
+        let mut report = Report::default();
+        judge_nvml(answer, &mut report);
+        let item = &report.items[0];
+        assert!(item.status == status && item.evidence.contains(found), "{report}");
+        assert_eq!(item.remedy.is_empty(), status == Status::Pass);
+        assert!(report.works());
     }
 
     #[test]

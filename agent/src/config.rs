@@ -28,7 +28,7 @@ use serde::{
 use serde_saphyr::{Location, Spanned};
 
 use self::values::Value;
-pub use self::values::{ListenAddress, LogFormat, LogLevel, ModelName, Size};
+pub use self::values::{EngineMetrics, FilePath, ListenAddress, LogFormat, LogLevel, ModelName, Size};
 use crate::metrics::merge::{FamilyOrder, Order};
 
 /// Why there is no effective configuration.
@@ -199,6 +199,19 @@ settings! {
     /// Names for models that can't be told from a command line, as `PATTERN=NAME`: the first pattern that is part of the
     /// title or command line of a pipeline's root process, or of its parent's, gives `model_name`.
     model_names: Vec<ModelName> = "host.model-name", [];
+    /// Whether GPUs are looked at, by NVIDIA's management library (NVML). It is open only while a watched process uses a
+    /// GPU.
+    gpu: bool = "gpu.enabled", ["true"];
+    /// Pause between two looks at the GPUs; longer where a look takes more than 0.3 % of it.
+    gpu_interval: Duration = "gpu.interval", ["1s"], "100ms"..="1m";
+    /// Files that may be libnvidia-ml.so.1, the first that works counts. Without them it is looked for where
+    /// distributions, GPU operators and managed Kubernetes have it, and in the same places of the host's root.
+    gpu_libraries: Vec<FilePath> = "gpu.library", [];
+    /// What becomes of the engine's own `/metrics`: `fill` reads it, where it is found on loopback or the pod's own address,
+    /// for families that no other source gives and for `omnitap_engine_disagreement`; `off` leaves it alone.
+    engine_metrics: EngineMetrics = "engine-metrics", ["fill"];
+    /// Pause between two reads of an engine's own `/metrics`.
+    engine_interval: Duration = "engine-metrics.interval", ["15s"], "1s"..="10m";
     /// How long a request that left its stage waits for a next one before it counts as complete.
     grace: Duration = "pipeline.grace-time", ["2s"], "0s"..="10m";
     /// Which source serves a family when several have it, the first of those that give samples: `stat_socket` (events

@@ -7,6 +7,8 @@ pub mod agent;
 pub mod check;
 pub mod cli;
 pub mod config;
+pub mod fill;
+pub mod gpu;
 pub mod host;
 pub mod logging;
 pub mod metrics;

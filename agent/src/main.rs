@@ -13,7 +13,9 @@ use omnitap::{
     agent::{Agent, Recorder, Settings},
     check,
     cli::{Cli, Command, EX_USAGE},
-    config::{Config, Effective, Flags},
+    config::{Config, Effective, EngineMetrics, Flags},
+    fill::scrape::Settings as FillSettings,
+    gpu::sampler::Settings as GpuSettings,
     host::scan::Settings as HostSettings,
     logging,
     metrics::{catalogue, merge::Merge, registry::Limits, text::Format},
@@ -41,7 +43,7 @@ fn main() -> ExitCode {
             with_content,
             flags,
         } => with_config(&flags, |config| run(config, Some((&file, with_content)))),
-        Command::Check { json, flags } => with_config(&flags, |_| check(json)),
+        Command::Check { json, flags } => with_config(&flags, |config| check(config, json)),
         Command::Config(flags) => return config(&flags),
         Command::Families { markdown } => print(&if markdown {
             catalogue::markdown()
@@ -111,6 +113,21 @@ fn tap_settings(config: &Config) -> Option<TapSettings> {
     })
 }
 
+fn fill_settings(config: &Config) -> Option<FillSettings> {
+    (config.engine_metrics == EngineMetrics::Fill).then(|| FillSettings {
+        interval: config.engine_interval,
+        proc_root: HostSettings::default().proc_root,
+    })
+}
+
+fn gpu_settings(config: &Config) -> Option<GpuSettings> {
+    config.gpu.then(|| GpuSettings {
+        interval: config.gpu_interval,
+        libraries: config.gpu_libraries.iter().map(|file| file.0.clone()).collect(),
+        proc_root: HostSettings::default().proc_root,
+    })
+}
+
 fn observer(config: &Config) -> Observer {
     let limits = Limits {
         max_series: usize::try_from(config.max_series).unwrap_or(usize::MAX),
@@ -127,8 +144,9 @@ fn observer(config: &Config) -> Observer {
     )
 }
 
-fn check(json: bool) -> Result<ExitCode> {
-    let report = check::run();
+fn check(config: &Config, json: bool) -> Result<ExitCode> {
+    let gpu = gpu_settings(config);
+    let report = check::run(gpu.as_ref().map(|gpu| gpu.libraries.as_slice()));
     print(&if json {
         report.to_json()?
     } else {
@@ -173,10 +191,15 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
                 scan_interval: config.scan_interval,
                 ..HostSettings::default()
             },
+            gpu: gpu_settings(config),
+            fill: fill_settings(config),
             model_names: config.model_names.clone(),
             shutdown_timeout: config.shutdown_timeout,
         };
-        let agent = Agent::start(&settings, observer, &status, recorder)?;
+        let mut agent = Agent::start(&settings, observer, &status, recorder)?;
+        if let Some(reads) = agent.engine_reads() {
+            tokio::spawn(reads);
+        }
         for address in server.addresses() {
             info!("serving http://{address}/metrics");
         }

@@ -6,6 +6,14 @@ use std::{
 };
 
 use crate::{
+    fill::{
+        families::{Fill, Target},
+        sample::EngineSample,
+    },
+    gpu::{
+        families::{Gpus, World},
+        sample::GpuSample,
+    },
     host::identity::{Change, Flavor, Pipeline, PipelineId, Process, ProcessKey, Role},
     metrics::{
         catalogue::{Family, Needs, Source},
@@ -67,6 +75,8 @@ pub struct Observer {
     frames: Vec<Option<Counter>>,
     processes: HashMap<u32, Process>,
     pipelines: BTreeMap<PipelineId, Watched>,
+    gpus: Gpus,
+    fill: Fill,
     /// What the registry takes for time 0 of the clock that all times here are on.
     origin: Instant,
 }
@@ -110,6 +120,8 @@ impl Observer {
             frames: vec![None; FrameType::ALL.len() * FrameResult::ALL.len()],
             processes: HashMap::new(),
             pipelines: BTreeMap::new(),
+            gpus: Gpus::default(),
+            fill: Fill::default(),
             origin: Instant::now(),
         }
     }
@@ -165,6 +177,8 @@ impl Observer {
         if let Change::PipelineGone(id) = change {
             self.pipelines.remove(id);
             self.merge.forget(*id);
+            self.fill.forget(*id, &self.registry);
+            self.with_gpus(|gpus, world, registry| gpus.tick(now_ns, world, registry));
             self.registry
                 .pipeline_ended(*id, self.origin + Duration::from_nanos(now_ns));
         }
@@ -268,6 +282,48 @@ impl Observer {
             .skip(Family::OmniSpeechStreamCompletedTotal, "unknown_process");
     }
 
+    /// Takes a look at the GPUs that was had at `now_ns`.
+    pub fn gpu(&mut self, sample: &GpuSample, now_ns: u64) {
+        self.with_gpus(|gpus, world, registry| gpus.sample(sample, now_ns, world, registry));
+    }
+
+    fn with_gpus(&mut self, then: impl FnOnce(&mut Gpus, &World<'_>, &mut Registry)) {
+        let Self {
+            gpus,
+            processes,
+            pipelines,
+            registry,
+            ..
+        } = self;
+        let pipeline = |id: PipelineId| pipelines.get(&id).map(|watched| &watched.pipeline);
+        let world = World {
+            processes,
+            pipeline: &pipeline,
+        };
+        then(gpus, &world, registry);
+    }
+
+    /// Takes a read of an engine's own metrics.
+    pub fn engine(&mut self, sample: &EngineSample) {
+        // A read may come after the end of its pipeline.
+        if let Some(watched) = self.pipelines.get(&sample.pipeline) {
+            let target = Target {
+                registry: &mut self.registry,
+                merge: &mut self.merge,
+                pipeline: &watched.pipeline,
+                has_frames: watched.frame_ns.is_some(),
+                ledger: &self.tracker,
+            };
+            self.fill.sample(sample, target);
+        }
+    }
+
+    /// What is remembered of GPUs, for tests of growth.
+    #[must_use]
+    pub fn gpus(&self) -> &Gpus {
+        &self.gpus
+    }
+
     /// A connector's event whose process stayed unknown: counted, nothing else.
     pub fn shm_stranger(&mut self) {
         self.registry
@@ -297,6 +353,7 @@ impl Observer {
         self.merge.tick(now_ns);
         let (tracker, mut sink) = self.tap();
         tracker.tick(now_ns, &mut sink);
+        self.with_gpus(|gpus, world, registry| gpus.tick(now_ns, world, registry));
         self.registry.expire(self.origin + Duration::from_nanos(now_ns));
         self.show(now_ns);
     }
@@ -321,6 +378,8 @@ impl Observer {
                     self.http_stranger();
                 }
             }
+            Item::Gpu(sample) => self.gpu(sample, entry.t),
+            Item::Engine(sample) => self.engine(sample),
             Item::Tick => self.tick(entry.t),
         }
     }
@@ -363,7 +422,10 @@ impl Observer {
                 *id,
                 &self.own,
                 &self.merge,
-                self.tracker.has_transfers(*id),
+                Seen {
+                    transfers: self.tracker.has_transfers(*id),
+                    peak_memory: self.gpus.has_peak(*id),
+                },
                 now_ns,
             );
         }
@@ -403,6 +465,15 @@ impl Observer {
     }
 }
 
+/// What was seen of a pipeline beside frames.
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    /// A transfer between its stages was observed.
+    transfers: bool,
+    /// NVML gives a stage's peak memory.
+    peak_memory: bool,
+}
+
 impl Watched {
     fn new(pipeline: Pipeline) -> Self {
         Self {
@@ -416,8 +487,7 @@ impl Watched {
         }
     }
 
-    /// `has_transfers`: a transfer between its stages was observed.
-    fn show(&mut self, id: PipelineId, own: &Own, merge: &Merge, has_transfers: bool, now_ns: u64) {
+    fn show(&mut self, id: PipelineId, own: &Own, merge: &Merge, seen: Seen, now_ns: u64) {
         let Pipeline {
             flavor,
             model,
@@ -473,8 +543,11 @@ impl Watched {
                 },
                 (_, Source::Wire, Needs::Nothing) => Some((row.source, has_frames)),
                 (_, Source::Wire, Needs::LogStats | Needs::Feature) => Some((row.source, has_stats)),
-                (_, Source::Transfer, _) => Some((row.source, has_transfers)),
+                (_, Source::Transfer, _) => Some((row.source, seen.transfers)),
                 (Some(Feed::Tap), ..) => Some((Feed::Tap.source(*family), true)),
+                (None, ..) if *family == Family::OmniPeakMemoryMb && seen.peak_memory => {
+                    Some((Source::Nvml, true))
+                }
                 (None, ..) => None,
             };
             if state == *shown {

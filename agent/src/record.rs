@@ -10,6 +10,8 @@ use flate2::{Compression, bufread::MultiGzDecoder, write::GzEncoder};
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    fill::sample::EngineSample,
+    gpu::sample::GpuSample,
     host::identity::Change,
     wire::{frame::Frame, http::HttpEvent, shm::ShmEvent},
 };
@@ -63,7 +65,7 @@ pub struct Header {
 }
 
 /// One thing that the agent took in.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
     /// `CLOCK_MONOTONIC` in nanoseconds when it was taken, for frames and shared memory when it happened.
     pub t: u64,
@@ -73,7 +75,7 @@ pub struct Entry {
 }
 
 /// What the agent took in.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Item {
     /// Wall clock less `CLOCK_MONOTONIC`, in nanoseconds.
@@ -86,6 +88,10 @@ pub enum Item {
     Shm(OwnedShm),
     /// An API process did something with one of its connections.
     Http(OwnedHttp),
+    /// A look at the GPUs.
+    Gpu(GpuSample),
+    /// A read of an engine's own metrics.
+    Engine(EngineSample),
     /// Time passed; the state machines were given `t`.
     Tick,
 }

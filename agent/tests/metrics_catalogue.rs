@@ -1,6 +1,6 @@
 //! The catalogue against the facts of the engines, and its printed forms.
 
-use omnitap::metrics::catalogue::{self, Buckets, Family, Kind, Source};
+use omnitap::metrics::catalogue::{self, Buckets, Family, Kind};
 use rstest::rstest;
 
 const FAMILIES: &str = include_str!("metrics_families.tsv");
@@ -26,7 +26,7 @@ fn families_are_those_of_the_engines() {
     let ours: Vec<String> = Family::ALL
         .iter()
         .map(|f| f.row())
-        .filter(|r| r.source != Source::Own)
+        .filter(|r| !r.is_own())
         .map(|r| {
             let buckets = r.kind.buckets().map_or("-", Buckets::name);
             let buckets = if OWN_BUCKETS.contains(&r.name) {

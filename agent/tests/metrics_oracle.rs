@@ -9,7 +9,7 @@ use std::{
 use omnitap::{
     host::identity::PipelineId,
     metrics::{
-        catalogue::{Family, Kind, Source},
+        catalogue::{Family, Kind},
         registry::{Limits, Registry},
         text::Format,
     },
@@ -160,8 +160,5 @@ fn families(text: &str) -> Vec<Value> {
 }
 
 fn pipelines() -> impl Iterator<Item = Family> {
-    Family::ALL
-        .iter()
-        .copied()
-        .filter(|f| f.row().source != Source::Own)
+    Family::ALL.iter().copied().filter(|f| !f.row().is_own())
 }

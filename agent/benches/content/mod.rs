@@ -5,7 +5,7 @@ use std::time::Duration;
 use omnitap::{
     host::identity::PipelineId,
     metrics::{
-        catalogue::{Family, Kind, Source},
+        catalogue::{Family, Kind},
         registry::{Limits, Registry},
     },
     pipeline::sink::{ExtraId, Scope, Sink},
@@ -23,7 +23,7 @@ pub(crate) fn registry() -> Registry {
     let families: Vec<Family> = Family::ALL
         .iter()
         .copied()
-        .filter(|f| f.row().source != Source::Own && f.row().extra_labels().next().is_none())
+        .filter(|f| !f.row().is_own() && f.row().extra_labels().next().is_none())
         .collect();
     let mut lines = 0;
     for number in 0.. {

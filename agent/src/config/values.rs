@@ -3,6 +3,7 @@
 use std::{
     fmt,
     net::{IpAddr, Ipv6Addr},
+    path::PathBuf,
     str::FromStr,
     time::Duration,
 };
@@ -193,6 +194,33 @@ impl Single for ListenAddress {
     const NAME: &'static str = "ADDRESS";
 }
 
+/// A file or a socket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FilePath(pub PathBuf);
+
+impl FromStr for FilePath {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let path = PathBuf::from(text);
+        if path.is_absolute() {
+            Ok(Self(path))
+        } else {
+            Err("not an absolute path")
+        }
+    }
+}
+
+impl fmt::Display for FilePath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0.display())
+    }
+}
+
+impl Single for FilePath {
+    const NAME: &'static str = "PATH";
+}
+
 /// A name for a model that can't be told otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelName {
@@ -261,6 +289,16 @@ pub enum LogFormat {
     Json,
 }
 
+/// Use of the engine's own `/metrics`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EngineMetrics {
+    /// None.
+    Off,
+    /// For what no other source gives.
+    #[default]
+    Fill,
+}
+
 macro_rules! words {
     ($type:ident, $name:literal, $expected:literal, $($word:literal => $variant:ident),*) => {
         impl FromStr for $type {
@@ -291,3 +329,4 @@ macro_rules! words {
 words!(LogLevel, "LEVEL", "not one of error, warn, info, debug, trace",
     "error" => Error, "warn" => Warn, "info" => Info, "debug" => Debug, "trace" => Trace);
 words!(LogFormat, "FORMAT", "not one of text, json", "text" => Text, "json" => Json);
+words!(EngineMetrics, "USE", "not one of off, fill", "off" => Off, "fill" => Fill);

@@ -65,19 +65,22 @@ pub enum Source {
     StatSocket,
     /// The engine's own `/metrics`.
     Engine,
+    /// NVIDIA's management library on this host.
+    Nvml,
     /// omnitap itself.
     Own,
 }
 
 impl Source {
     /// All of them, in the order of their docs.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Wire,
         Self::Transfer,
         Self::Diffusion,
         Self::Http,
         Self::StatSocket,
         Self::Engine,
+        Self::Nvml,
         Self::Own,
     ];
 
@@ -91,6 +94,7 @@ impl Source {
             Self::Http => "http",
             Self::StatSocket => "stat_socket",
             Self::Engine => "engine",
+            Self::Nvml => "nvml",
             Self::Own => "self",
         }
     }
@@ -105,6 +109,7 @@ impl Source {
             Self::Http => "HTTP traffic of the API server",
             Self::StatSocket => "events that the orchestrator pushes to the agent",
             Self::Engine => "the engine's own metrics endpoint",
+            Self::Nvml => "NVIDIA's management library (NVML)",
             Self::Own => "the agent itself",
         }
     }
@@ -330,11 +335,17 @@ impl Row {
     /// The labels whose values are not those of a scope, in the order that [`crate::pipeline::sink::Sink::extra`]
     /// takes their values. Own families have no scope: all their labels are here.
     pub fn extra_labels(&self) -> impl Iterator<Item = &'static str> {
-        let own = self.source == Source::Own;
+        let own = self.is_own();
         self.labels
             .iter()
             .copied()
             .filter(move |l| own || !matches!(*l, "model_name" | "stage" | "replica"))
+    }
+
+    /// Whether the family is omnitap's own, and not one of the engines'.
+    #[must_use]
+    pub fn is_own(&self) -> bool {
+        self.name.starts_with("omnitap_")
     }
 
     /// Whether `model_name` is the served model name (`vllm:*`) and not the model argument (`vllm_omni:*`).
@@ -347,6 +358,7 @@ impl Row {
 const MODEL: &[&str] = &["model_name"];
 const STAGE: &[&str] = &["model_name", "stage"];
 const REPLICA: &[&str] = &["model_name", "stage", "replica"];
+const GPU: &[&str] = &["index", "mig", "uuid", "model_name", "stage", "replica"];
 const EDGE: &[&str] = &[
     "model_name",
     "from_stage",
@@ -468,7 +480,8 @@ families! {
         "Requests in the pipeline that a scheduler reports as waiting, and those that no stage was given yet.";
     OmniPeakMemoryMb "vllm_omni:peak_memory_mb"
         Gauge(Max), STAGE, Diffusion, Nothing,
-        "Peak accelerator memory of a stage in MB as its engine reports it; several replicas: the highest.";
+        "Peak accelerator memory of a stage in MB (2^20 bytes) on one GPU, as its engine reports it, else as NVML shows \
+         it for the stage's processes (omnitap_peak_memory_source says which); several replicas: the highest.";
     OmniPromptTokensTotal "vllm_omni:prompt_tokens_total"
         Counter, MODEL, Wire, Nothing,
         "Prompt tokens of the pipeline's first stage.";
@@ -691,6 +704,13 @@ families! {
     OmnitapCpuSecondsTotal "omnitap_cpu_seconds_total"
         Counter, &[], Own, Nothing,
         "CPU seconds of the agent's process, user and system.";
+    OmnitapEngineDisagreement "omnitap_engine_disagreement"
+        Gauge(Max), &["pipeline", "family"], Own, Nothing,
+        "Children of a family whose value here and in the engine's own /metrics differ by more than 1 % while both rest; \
+         counters: what they gained since they were first seen at rest.";
+    OmnitapEngineReadsTotal "omnitap_engine_reads_total"
+        Counter, &["result"], Own, Nothing,
+        "Reads of the engines' own /metrics, by result: ok, or why not.";
     OmnitapEventsLostTotal "omnitap_events_lost_total"
         Counter, &["kind"], Own, Nothing,
         "Events that were seen in the kernel and did not reach the agent, by why.";
@@ -700,12 +720,55 @@ families! {
     OmnitapFramesTotal "omnitap_frames_total"
         Counter, &["type", "result"], Own, Nothing,
         "Payload frames given to the decoder, by message type and result (ok, truncated, unknown layout, malformed).";
+    OmnitapGpuCallErrorsTotal "omnitap_gpu_call_errors_total"
+        Counter, &["call", "error"], Nvml, Nothing,
+        "Calls of NVML that failed, by what was asked for and why; a call that a GPU does not support is tried once a \
+         minute.";
+    OmnitapGpuEccErrorsTotal "omnitap_gpu_ecc_errors_total"
+        Counter, &["index", "mig", "uuid", "model_name", "stage", "replica", "type"], Nvml, Nothing,
+        "Memory errors of a GPU over its life, by type: corrected, uncorrected.";
+    OmnitapGpuInfo "omnitap_gpu_info"
+        Gauge(Max), &["index", "mig", "uuid", "name", "driver_version"], Nvml, Nothing,
+        "Always 1 for a GPU, or an instance of one (MIG), that NVML shows.";
+    OmnitapGpuMemoryTotalBytes "omnitap_gpu_memory_total_bytes"
+        Gauge(Max), GPU, Nvml, Nothing,
+        "Memory of a GPU. Instances (MIG) count again in their GPU; mig is empty for whole GPUs. model_name, stage and \
+         replica are given where one stage alone uses the GPU.";
+    OmnitapGpuMemoryUsedBytes "omnitap_gpu_memory_used_bytes"
+        Gauge(Max), GPU, Nvml, Nothing,
+        "Memory of a GPU in use by all processes.";
+    OmnitapGpuPowerWatts "omnitap_gpu_power_watts"
+        Gauge(Max), GPU, Nvml, Nothing,
+        "Power that a GPU draws.";
+    OmnitapGpuSampleAgeSeconds "omnitap_gpu_sample_age_seconds"
+        Gauge(Max), &[], Nvml, Nothing,
+        "Age of the newest sample of all GPUs, while there should be one.";
+    OmnitapGpuSamplesLostTotal "omnitap_gpu_samples_lost_total"
+        Counter, &[], Nvml, Nothing,
+        "Samples that were dropped because the agent was busy.";
+    OmnitapGpuStageMemoryUsedBytes "omnitap_gpu_stage_memory_used_bytes"
+        Gauge(Sum), GPU, Nvml, Nothing,
+        "Memory of a GPU in use by the processes of one replica of a stage, its workers included.";
+    OmnitapGpuState "omnitap_gpu_state"
+        Gauge(Max), &["state"], Nvml, Nothing,
+        "1 for the state of NVML: ok, unused (no watched process uses a GPU, NVML is closed), opening, no_library, \
+         no_driver, version_mismatch, no_permission, no_gpu, failed, stalled (a call does not return).";
+    OmnitapGpuTemperatureCelsius "omnitap_gpu_temperature_celsius"
+        Gauge(Max), GPU, Nvml, Nothing,
+        "Temperature of a GPU's die.";
+    OmnitapGpuUtilizationRatio "omnitap_gpu_utilization_ratio"
+        Gauge(Max), GPU, Nvml, Nothing,
+        "Share of the time in which a kernel ran on a GPU, 0 to 1, over the driver's last period.";
     OmnitapHttpConnectionsRefusedTotal "omnitap_http_connections_refused_total"
         Counter, &[], Own, Nothing,
         "HTTP connections that were closed at once because too many were open.";
     OmnitapHttpRequestsTotal "omnitap_http_requests_total"
         Counter, &["path", "code"], Own, Nothing,
         "HTTP requests that the agent answered; path is one of its own or other.";
+    OmnitapPeakMemorySource "omnitap_peak_memory_source"
+        Gauge(Max), &["model_name", "stage", "source"], Own, Nothing,
+        "1 for the source of a stage's vllm_omni:peak_memory_mb: engine (its own report, which wins), nvml_accounting \
+         (the driver's account of the processes), nvml_sampled (highest of the samples, a lower bound).";
     OmnitapPipelineInfo "omnitap_pipeline_info"
         Gauge(Max),
         &["pipeline", "flavor", "model_name", "served_model_name", "vllm_version", "omni_version", "layout"],

@@ -20,7 +20,7 @@ use slab::Slab;
 
 use super::{
     catalogue::{Family, Source},
-    registry::Registry,
+    registry::{BucketCounts, Registry},
 };
 use crate::{
     host::identity::PipelineId,
@@ -143,7 +143,7 @@ impl FromStr for FamilyOrder {
             pattern: pattern.to_owned(),
             order: order.parse()?,
         };
-        let is_served = |family: &&Family| family.row().source != Source::Own && order.matches(**family);
+        let is_served = |family: &&Family| !family.row().is_own() && order.matches(**family);
         if Family::ALL.iter().any(|family| is_served(&family)) {
             Ok(order)
         } else {
@@ -478,6 +478,16 @@ impl<'a> Merged<'a> {
             .iter()
             .find(|before| known(before.from).is_some_and(|known| before.keeps(known)));
         keeper.map_or(held.by, |before| Some(before.from)) == Some(feed)
+    }
+}
+
+impl Merged<'_> {
+    /// As [`Sink::observe`], for observations by bucket.
+    pub fn add_buckets(&mut self, family: Family, scope: ScopeId, extra: ExtraId, counts: &BucketCounts) {
+        let is_some = counts.above > 0 || counts.by_bound.iter().any(|(_, count)| *count > 0);
+        if !is_some || self.admits(family, scope) {
+            self.registry.add_buckets(family, scope, extra, counts);
+        }
     }
 }
 

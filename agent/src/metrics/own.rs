@@ -3,7 +3,7 @@
 use std::{borrow::Cow, sync::Arc};
 
 use super::{
-    catalogue::{Family, Source},
+    catalogue::Family,
     store::{Child, Store},
 };
 use crate::host::identity::PipelineId;
@@ -90,10 +90,19 @@ impl Own {
         }
     }
 
+    /// Removes all children of a family.
+    pub fn clear(&self, family: Family) {
+        self.store.remove_if(family, |_| true);
+    }
+
     /// Removes the children of a pipeline that has ended from the families with a label `pipeline`.
     pub fn remove_pipeline(&self, pipeline: PipelineId) {
         let label = format!("pipeline=\"{}\"", pipeline.0);
-        for family in [Family::OmnitapPipelineInfo, Family::OmnitapSourceState] {
+        for family in [
+            Family::OmnitapPipelineInfo,
+            Family::OmnitapSourceState,
+            Family::OmnitapEngineDisagreement,
+        ] {
             // No other label name of these families ends in "pipeline", and values have their quotes escaped.
             self.store.remove_if(family, |c| c.labels.contains(&label));
         }
@@ -124,7 +133,7 @@ impl Own {
 
     fn child(&self, family: Family, values: &[&str]) -> Option<Arc<Child>> {
         let row = family.row();
-        debug_assert_eq!(row.source, Source::Own, "{} is not the agent's own", row.name);
+        debug_assert!(row.is_own(), "{} is not the agent's own", row.name);
         debug_assert_eq!(row.labels.len(), values.len(), "labels of {}", row.name);
         let mut labels: Vec<_> = row
             .labels

@@ -59,6 +59,26 @@ pub struct Registry {
     refused: Option<Counter>,
 }
 
+/// Observations by bucket that came from elsewhere.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct BucketCounts {
+    /// Observations in the bucket of each upper bound, not cumulated.
+    pub by_bound: Vec<(f64, u64)>,
+    /// Observations above the last bound.
+    pub above: u64,
+    /// Sum of all.
+    pub sum: f64,
+}
+
+/// The value of a child.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Reading {
+    /// Of a counter or gauge.
+    Number(f64),
+    /// How many observations a histogram has.
+    Observations(u64),
+}
+
 /// Family, scope and extra in one word: one multiplication to hash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key(u64);
@@ -134,6 +154,50 @@ impl Registry {
     #[must_use]
     pub fn exposition(&self) -> Exposition {
         Exposition::new(Arc::clone(&self.store), self.own.clone())
+    }
+
+    /// Adds observations to a histogram. Buckets with other bounds than the child's can't be: they are skipped.
+    pub fn add_buckets(&mut self, family: Family, scope: ScopeId, extra: ExtraId, counts: &BucketCounts) {
+        if !self.counts(family, counts.sum) {
+            return;
+        }
+        let fits = self.with_child(family, scope, extra, |child| {
+            child.histogram().is_some_and(|histogram| histogram.add(counts))
+        });
+        if fits == Some(false) {
+            self.skip(family, "other_buckets");
+        }
+    }
+
+    /// The value of the child with these labels, if there is one and one pipeline alone has written it.
+    #[must_use]
+    pub fn reading(&self, family: Family, scope: &Scope, extra: &[&str]) -> Option<Reading> {
+        let extra: Vec<Box<str>> = extra.iter().map(|value| Box::from(cut(value))).collect();
+        let mut labels = labels(family.row(), scope, &extra).ok()?;
+        let child = self.store.existing(family, &mut labels)?;
+        let used = self.uses.get(&child.id)?;
+        if used.pipelines != [scope.pipeline] {
+            return None;
+        }
+        match (child.number(), child.histogram()) {
+            (Some(number), _) => Some(Reading::Number(number.get())),
+            (None, Some(histogram)) => Some(Reading::Observations(histogram.counts().sum())),
+            (None, None) => None,
+        }
+    }
+
+    /// The scopes that have a child of a family without further labels, in no order.
+    #[must_use]
+    pub fn scopes_with(&self, family: Family) -> Vec<Scope> {
+        let has_child = |scope: &ScopeId| {
+            let slot = self.slots.get(&Key::new(family, *scope, ExtraId::NONE));
+            matches!(slot, Some(Slot::Live { .. }))
+        };
+        self.scopes
+            .iter()
+            .filter(|(id, _)| has_child(id))
+            .map(|(_, scope)| scope.clone())
+            .collect()
     }
 
     /// Every process of a pipeline has ended: its gauges go, and retention begins for the rest.

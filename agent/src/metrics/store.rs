@@ -17,7 +17,10 @@ use std::{
 
 use parking_lot::RwLock;
 
-use super::catalogue::{Family, Kind, Source};
+use super::{
+    catalogue::{Family, Kind},
+    registry::BucketCounts,
+};
 
 /// The longest label value in bytes; what exceeds it is cut off. Names come from other containers.
 pub(super) const MAX_LABEL_BYTES: usize = 256;
@@ -84,6 +87,25 @@ impl Histogram {
             reason = "a sum is a float: exact below 2^53 observations"
         )]
         self.sum.add(value * times as f64);
+    }
+
+    /// Adds observations by bucket; `false`, and nothing added, where the bounds are others.
+    pub(super) fn add(&self, counts: &BucketCounts) -> bool {
+        let is_same = |(a, b): (&f64, &(f64, u64))| a.to_bits() == b.0.to_bits();
+        // Fewer bounds do where nothing lies above them.
+        let fits = counts.by_bound.len() == self.bounds.len()
+            || (counts.by_bound.len() < self.bounds.len() && counts.above == 0);
+        if !fits || !self.bounds.iter().zip(&counts.by_bound).all(is_same) {
+            return false;
+        }
+        for (count, (_, more)) in self.counts.iter().zip(&counts.by_bound) {
+            count.fetch_add(*more, Relaxed);
+        }
+        if let Some(count) = self.counts.last() {
+            count.fetch_add(counts.above, Relaxed);
+        }
+        self.sum.add(counts.sum);
+        true
     }
 
     /// Counts of the buckets, not yet cumulated, `+Inf` last.
@@ -191,7 +213,7 @@ impl Store {
             value,
         });
         let lines = child.lines();
-        if family.row().source != Source::Own && self.lines.load(Relaxed) + lines > self.max_lines {
+        if !family.row().is_own() && self.lines.load(Relaxed) + lines > self.max_lines {
             return None;
         }
         let mut children = self.list(family)?.write();
@@ -204,6 +226,12 @@ impl Store {
                 Some(child)
             }
         }
+    }
+
+    /// The child with these labels, if there is one.
+    pub(super) fn existing(&self, family: Family, labels: &mut [(&str, Cow<'_, str>)]) -> Option<Arc<Child>> {
+        let (text, _) = label_text(labels);
+        self.find(family, &text)
     }
 
     /// Removes a child; writers that still hold it write into the void.
@@ -235,7 +263,7 @@ impl Store {
     }
 
     fn total(&self, family: Family) -> &AtomicUsize {
-        if family.row().source == Source::Own {
+        if family.row().is_own() {
             &self.own_lines
         } else {
             &self.lines

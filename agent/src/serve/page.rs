@@ -34,17 +34,19 @@ pub(super) fn landing(status: &Status) -> String {
     );
     if !pipelines.is_empty() {
         html.push_str(
-            "<table><tr><th>pipeline</th><th>software</th><th>model</th><th>served as</th><th>root process</th></tr>",
+            "<table><tr><th>pipeline</th><th>software</th><th>model</th><th>served as</th><th>root process</th>\
+             <th>own metrics</th></tr>",
         );
         for pipeline in &pipelines {
             let _ = write!(
                 html,
-                "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+                "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
                 pipeline.id.0,
                 escape(&software(pipeline)),
                 known(pipeline.model.as_deref()),
                 known(pipeline.served_model.as_deref()),
-                pipeline.root.pid
+                pipeline.root.pid,
+                escape(status.engine(pipeline.id).as_deref().unwrap_or("not read")),
             );
         }
         html.push_str("</table>");

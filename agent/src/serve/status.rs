@@ -1,10 +1,10 @@
 //! How the agent is, for /readyz and the landing page.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use parking_lot::Mutex;
 
-use crate::host::identity::Pipeline;
+use crate::host::identity::{Pipeline, PipelineId};
 
 /// How the tap is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -31,6 +31,8 @@ struct State {
     tap: TapState,
     scanned: bool,
     pipelines: Vec<Pipeline>,
+    /// What the newest read of their own metrics gave.
+    engines: BTreeMap<PipelineId, String>,
 }
 
 impl Status {
@@ -46,7 +48,25 @@ impl Status {
 
     /// The pipelines that are alive.
     pub fn set_pipelines(&self, pipelines: Vec<Pipeline>) {
-        self.state.lock().pipelines = pipelines;
+        let mut state = self.state.lock();
+        state
+            .engines
+            .retain(|id, _| pipelines.iter().any(|pipeline| pipeline.id == *id));
+        state.pipelines = pipelines;
+    }
+
+    /// What the newest read of a pipeline's own metrics gave.
+    pub fn set_engine(&self, pipeline: PipelineId, found: String) {
+        let mut state = self.state.lock();
+        // A read may come after the end of its pipeline.
+        if state.pipelines.iter().any(|alive| alive.id == pipeline) {
+            state.engines.insert(pipeline, found);
+        }
+    }
+
+    /// See [`Self::set_engine`].
+    pub(super) fn engine(&self, pipeline: PipelineId) -> Option<String> {
+        self.state.lock().engines.get(&pipeline).cloned()
     }
 
     /// What is missing until the agent serves all that it can; `None`: it does.
