@@ -8,7 +8,10 @@ use std::{fmt, fs, io, path::Path, time::Duration};
 
 use serde::Serialize;
 
-use crate::tap::{self, ProbeSet, Settings, SiteKind, Tap, TapError};
+use crate::{
+    statsock,
+    tap::{self, ProbeSet, Settings, SiteKind, Tap, TapError},
+};
 
 /// Inodes of the initial namespaces (`include/linux/proc_ns.h`), the same in every kernel.
 const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
@@ -111,12 +114,28 @@ impl fmt::Display for Report {
 
 /// Looks at everything and tries the tap.
 #[must_use]
-pub fn run() -> Report {
+pub fn run(stat_socket: Option<&statsock::Settings>) -> Report {
     let facts = Facts::read();
     let mut report = facts.judge();
     try_map_files(&mut report);
     try_tap(&facts, &mut report);
+    try_stat_socket(stat_socket, &mut report);
     report
+}
+
+/// The stat socket is no condition of the tap: without it no stat events are taken.
+fn try_stat_socket(settings: Option<&statsock::Settings>, report: &mut Report) {
+    let (status, evidence) = match settings.map(statsock::probe) {
+        None => (Status::Pass, "off".to_owned()),
+        Some(Ok(found)) => (Status::Pass, found),
+        Some(Err(error)) => (Status::Warn, error.to_string()),
+    };
+    report.add(
+        "stat socket",
+        status,
+        evidence,
+        "set stat-socket.path to a place that the agent may write, or to off",
+    );
 }
 
 /// What the conditions are judged by.

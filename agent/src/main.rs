@@ -21,6 +21,7 @@ use omnitap::{
     pipeline::tracker::Limits as TrackerLimits,
     record::{Entries, Entry, Writer},
     serve::{Content, Server, Status},
+    statsock::Settings as StatSettings,
     tap::Settings as TapSettings,
 };
 use tokio::signal::unix::{SignalKind, signal};
@@ -41,7 +42,7 @@ fn main() -> ExitCode {
             with_content,
             flags,
         } => with_config(&flags, |config| run(config, Some((&file, with_content)))),
-        Command::Check { json, flags } => with_config(&flags, |_| check(json)),
+        Command::Check { json, flags } => with_config(&flags, |config| check(config, json)),
         Command::Config(flags) => return config(&flags),
         Command::Families { markdown } => print(&if markdown {
             catalogue::markdown()
@@ -127,8 +128,18 @@ fn observer(config: &Config) -> Observer {
     )
 }
 
-fn check(json: bool) -> Result<ExitCode> {
-    let report = check::run();
+fn stat_settings(config: &Config) -> Option<StatSettings> {
+    Some(StatSettings {
+        path: config.stat_path.0.clone()?,
+        mode: config.stat_mode.0,
+        groups: config.stat_groups.iter().map(|group| group.0.clone()).collect(),
+        max_connections: usize::try_from(config.stat_connections).unwrap_or(usize::MAX),
+        max_rate: config.stat_rate,
+    })
+}
+
+fn check(config: &Config, json: bool) -> Result<ExitCode> {
+    let report = check::run(stat_settings(config).as_ref());
     print(&if json {
         report.to_json()?
     } else {
@@ -175,6 +186,7 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
             },
             model_names: config.model_names.clone(),
             shutdown_timeout: config.shutdown_timeout,
+            stat_socket: stat_settings(config),
         };
         let agent = Agent::start(&settings, observer, &status, recorder)?;
         for address in server.addresses() {

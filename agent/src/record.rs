@@ -11,7 +11,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     host::identity::Change,
-    wire::{frame::Frame, http::HttpEvent, shm::ShmEvent},
+    wire::{
+        frame::Frame,
+        http::HttpEvent,
+        shm::ShmEvent,
+        stat::{Event, Head},
+    },
 };
 
 /// Version of the format that this build writes and reads.
@@ -63,7 +68,7 @@ pub struct Header {
 }
 
 /// One thing that the agent took in.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
     /// `CLOCK_MONOTONIC` in nanoseconds when it was taken, for frames and shared memory when it happened.
     pub t: u64,
@@ -73,7 +78,7 @@ pub struct Entry {
 }
 
 /// What the agent took in.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Item {
     /// Wall clock less `CLOCK_MONOTONIC`, in nanoseconds.
@@ -86,6 +91,27 @@ pub enum Item {
     Shm(OwnedShm),
     /// An API process did something with one of its connections.
     Http(OwnedHttp),
+    /// A sender of stat events connected.
+    StatOpened {
+        /// Its connection.
+        sender: u64,
+        /// Its process.
+        pid: u32,
+    },
+    /// A stat event. Fields that the agent does not know are not in it.
+    Stat {
+        /// The connection.
+        sender: u64,
+        /// What all events have.
+        head: Head,
+        /// What it tells.
+        event: Box<Event>,
+    },
+    /// A sender's connection ended.
+    StatClosed {
+        /// The connection.
+        sender: u64,
+    },
     /// Time passed; the state machines were given `t`.
     Tick,
 }
@@ -555,6 +581,7 @@ mod tests {
             let name = "req_0_1";
             let put = ShmEvent::Put { pid, tid: pid, name, size, start_ns: size, done_ns: t };
             let get = ShmEvent::Get { pid, tid: pid, name, start_ns: size, done_ns: t };
+            let event = Box::new(Event::Lost(crate::wire::stat::Lost { events: size }));
             let unlinked = ShmEvent::Unlinked { pid, tid: pid, name, time_ns: t };
             let entries = vec![
                 Entry { t: 0, item: Item::WallOffset(-5) },
@@ -564,6 +591,9 @@ mod tests {
                 Entry { t, item: Item::Shm(OwnedShm::new(&put).1) },
                 Entry { t, item: Item::Shm(OwnedShm::new(&get).1) },
                 Entry { t, item: Item::Shm(OwnedShm::new(&unlinked).1) },
+                Entry { t: 2, item: Item::StatOpened { sender: t, pid } },
+                Entry { t, item: Item::Stat { sender: t, head: Head { v: 1, t: Some(0.1), ..Head::default() }, event } },
+                Entry { t: 3, item: Item::StatClosed { sender: t } },
                 Entry { t: 3, item: Item::Tick },
             ];
             let file = written(&entries);
