@@ -41,21 +41,29 @@ use crate::{
     },
     metrics::{catalogue::Family, own::Own},
     observer::{Observer, Taken},
-    pipeline::transfers::ShmTaken,
+    pipeline::{stats::Sender as StatSender, transfers::ShmTaken},
     record::{Entry, Item, OwnedFrame, OwnedShm, RecordError},
     serve::{Status, TapState},
+    statsock::{News, Settings as StatSettings, SocketError, StatSocket, Watched},
     tap::{
         AttachError, Attached, Event, FailureReason, ProbeSet, Reader, Settings as TapSettings, SiteKind,
         Tap, TapError,
     },
     warn_limited,
-    wire::{assemble::FrameType, frame::Frame, shm::ShmEvent},
+    wire::{
+        assemble::FrameType,
+        frame::Frame,
+        shm::ShmEvent,
+        stat::{self, Encoding, Whole},
+    },
 };
 
 /// Longest time that a frame waits in the ring before it is read.
 const READ_INTERVAL: Duration = Duration::from_millis(100);
 /// Frames taken from the ring before changes and ticks get their turn.
 const READ_BATCH: usize = 4096;
+/// Bytes of stat events taken before frames get their turn.
+const STAT_BATCH: usize = 256 << 10;
 /// Time between ticks of the state machines.
 const TICK: Duration = Duration::from_secs(1);
 /// A child appears in /proc a moment after the fork is reported, and gets its title later still.
@@ -105,6 +113,8 @@ pub struct Settings {
     pub model_names: Vec<ModelName>,
     /// Time that taking the probes off may take at the end.
     pub shutdown_timeout: Duration,
+    /// `None`: no stat events. Its tasks run on the runtime that [`Agent::start`] is called on.
+    pub stat_socket: Option<StatSettings>,
 }
 
 /// Takes one entry of a recording.
@@ -124,6 +134,7 @@ pub struct Agent {
     bpf_stats: bool,
     own: Own,
     stop: Arc<AtomicBool>,
+    stat_socket: Option<tokio::task::JoinHandle<()>>,
     reader: JoinHandle<()>,
     /// Host and attach thread.
     finders: [JoinHandle<()>; 2],
@@ -198,11 +209,19 @@ impl Agent {
         let servers = Servers::default();
         let (reads, reads_rx) = sync_channel(FILL_BACKLOG);
         let fill = settings.fill.clone().map(|fill| (fill, servers.clone(), reads));
+        let (news, news_rx) = channel();
+        let watched = Watched::default();
+        let stat_socket = settings.stat_socket.as_ref().and_then(|settings| {
+            let socket = StatSocket::bind(settings).inspect_err(told_why).ok()?;
+            info!(path = %settings.path.display(), "taking stat events");
+            Some(tokio::spawn(socket.run(news, watched.clone(), own.clone())))
+        });
         let reading = Reading {
             observer,
             changes: changes_rx,
             gpu: samples_rx,
             engines: reads_rx,
+            news: news_rx,
             status: status.clone(),
             notices: notices.clone(),
             recorder,
@@ -215,6 +234,7 @@ impl Agent {
             http: settings.http,
             changes: changes.clone(),
             attach,
+            watched,
             status: status.clone(),
             pipelines: BTreeMap::new(),
             roles: HashMap::new(),
@@ -243,6 +263,7 @@ impl Agent {
             fill,
             tap,
             stop,
+            stat_socket,
             notices,
             shutdown_timeout: settings.shutdown_timeout,
         })
@@ -354,6 +375,9 @@ impl Agent {
     pub fn stop(self) -> usize {
         let start = Instant::now();
         drop(self.gpu);
+        if let Some(stat_socket) = &self.stat_socket {
+            stat_socket.abort();
+        }
         // The attach thread ends with the host thread: nothing is attached from there on. One that hangs in the
         // kernel must not hold up the end.
         drop(self.notices.send(Notice::Stop));
@@ -377,12 +401,21 @@ fn to_f64(count: u64) -> f64 {
     count as f64
 }
 
+/// A socket that can't be made is no reason not to start.
+fn told_why(error: &SocketError) {
+    if rustix::process::geteuid().is_root() {
+        warn!(%error, "no stat events are taken");
+    } else {
+        info!(%error, "no stat events are taken");
+    }
+}
+
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     std::thread::Builder::new().name(name.to_owned()).spawn(body)
 }
 
 /// `CLOCK_MONOTONIC` in nanoseconds, the clock of the frames.
-fn monotonic_ns() -> u64 {
+pub(crate) fn monotonic_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
     seconds
@@ -406,6 +439,7 @@ struct Reading {
     gpu: Receiver<GpuSample>,
     engines: Receiver<EngineSample>,
     status: Status,
+    news: Receiver<News>,
     notices: Sender<Notice>,
     recorder: Option<Recorder>,
     next_tick: Instant,
@@ -417,8 +451,10 @@ impl Reading {
             self.take_changes();
             self.take_gpu_samples();
             self.take_engine_samples();
+            let more = self.take_news();
             self.tick_if_due();
-            let timeout = READ_INTERVAL.min(self.next_tick.saturating_duration_since(Instant::now()));
+            let interval = if more { Duration::ZERO } else { READ_INTERVAL };
+            let timeout = interval.min(self.next_tick.saturating_duration_since(Instant::now()));
             match &mut reader {
                 Some(open) => {
                     if let Err(source) = open.drain(timeout, READ_BATCH, |event| self.event(event)) {
@@ -465,6 +501,63 @@ impl Reading {
                 .set_engine(sample.pipeline, sample.outcome.to_string());
             self.observer.engine(&sample);
             self.record(monotonic_ns(), || Item::Engine(sample));
+        }
+    }
+
+    /// Takes stat events, up to a batch. Whether there may be more.
+    fn take_news(&mut self) -> bool {
+        let mut bytes_left = STAT_BATCH;
+        while bytes_left > 0 {
+            let Ok(news) = self.news.try_recv() else {
+                return false;
+            };
+            match news {
+                News::Opened { sender, pid } => {
+                    // Its process was found before it was let in.
+                    self.take_changes();
+                    let item = || Item::StatOpened {
+                        sender: sender.0,
+                        pid,
+                    };
+                    self.record(monotonic_ns(), item);
+                    self.observer.stat_opened(sender, pid);
+                }
+                News::Events {
+                    sender,
+                    time_ns,
+                    encoding,
+                    bytes,
+                    room,
+                } => {
+                    bytes_left = bytes_left.saturating_sub(bytes.len());
+                    for event in Whole::new(encoding, &bytes) {
+                        self.stat(sender, time_ns, event, encoding);
+                    }
+                    drop(room);
+                }
+                News::Closed { sender } => {
+                    self.record(monotonic_ns(), || Item::StatClosed { sender: sender.0 });
+                    self.observer.stat_closed(sender);
+                }
+            }
+        }
+        true
+    }
+
+    fn stat(&mut self, sender: StatSender, time_ns: u64, bytes: &[u8], encoding: Encoding) {
+        match stat::decode(bytes, encoding) {
+            Ok((head, event)) => {
+                self.observer.stat(sender, time_ns, &head, &event);
+                self.record(time_ns, || Item::Stat {
+                    sender: sender.0,
+                    head,
+                    event: Box::new(event),
+                });
+            }
+            Err(error) => {
+                warn_limited!(sender, sender = sender.0, %error, "a stat event was dropped");
+                self.observer.stat_unread(&error);
+            }
         }
     }
 
@@ -549,6 +642,7 @@ struct Discovery {
     http: bool,
     changes: Sender<Change>,
     attach: Sender<Attach>,
+    watched: Watched,
     status: Status,
     pipelines: BTreeMap<PipelineId, Pipeline>,
     /// Processes with their role and pipeline.
@@ -592,6 +686,7 @@ impl Discovery {
                         self.connectors_seen(key, connectors);
                     }
                     if std::mem::take(&mut first) {
+                        self.watched.scanned();
                         drop(self.attach.send(Attach::FirstScanDone));
                     }
                 }
@@ -671,8 +766,19 @@ impl Discovery {
             }
             Change::Payloads { .. } => {}
         }
+        let (found, gone) = match &change {
+            Change::Process(process) => (Some(process.key.pid), None),
+            Change::ProcessGone(key) => (None, Some(key.pid)),
+            _ => (None, None),
+        };
         // The change goes first: the reader looks for it when a frame comes from a process it does not know.
         drop(self.changes.send(change));
+        if let Some(pid) = found {
+            self.watched.found(pid);
+        }
+        if let Some(pid) = gone {
+            self.watched.gone(pid);
+        }
         for attach in attach {
             drop(self.attach.send(attach));
         }

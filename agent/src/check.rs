@@ -15,6 +15,7 @@ use serde::Serialize;
 
 use crate::{
     gpu::{self, Trial, sample::State},
+    statsock,
     tap::{self, ProbeSet, Settings, SiteKind, Tap, TapError},
 };
 
@@ -123,7 +124,7 @@ impl fmt::Display for Report {
 /// Looks at everything and tries the tap, and NVML where `gpu` is given: files that may be its library, none for where
 /// hosts have it.
 #[must_use]
-pub fn run(gpu: Option<&[PathBuf]>) -> Report {
+pub fn run(gpu: Option<&[PathBuf]>, stat_socket: Option<&statsock::Settings>) -> Report {
     let facts = Facts::read();
     let mut report = facts.judge();
     try_map_files(&mut report);
@@ -135,6 +136,7 @@ pub fn run(gpu: Option<&[PathBuf]>) -> Report {
         std::thread::spawn(move || done.send(gpu::trial(&libraries)));
         judge_nvml(answer.recv_timeout(NVML_TIMEOUT).ok(), &mut report);
     }
+    try_stat_socket(stat_socket, &mut report);
     report
 }
 
@@ -186,6 +188,21 @@ fn judge_nvml(answer: Option<Result<Trial, State>>, report: &mut Report) {
         ),
     };
     report.add("NVML", status, found, remedy);
+}
+
+/// The stat socket is no condition of the tap: without it no stat events are taken.
+fn try_stat_socket(settings: Option<&statsock::Settings>, report: &mut Report) {
+    let (status, evidence) = match settings.map(statsock::probe) {
+        None => (Status::Pass, "off".to_owned()),
+        Some(Ok(found)) => (Status::Pass, found),
+        Some(Err(error)) => (Status::Warn, error.to_string()),
+    };
+    report.add(
+        "stat socket",
+        status,
+        evidence,
+        "set stat-socket.path to a place that the agent may write, or to off",
+    );
 }
 
 /// What the conditions are judged by.

@@ -28,7 +28,9 @@ use serde::{
 use serde_saphyr::{Location, Spanned};
 
 use self::values::Value;
-pub use self::values::{EngineMetrics, FilePath, ListenAddress, LogFormat, LogLevel, ModelName, Size};
+pub use self::values::{
+    EngineMetrics, FilePath, GroupName, ListenAddress, LogFormat, LogLevel, Mode, ModelName, Size, SocketPath,
+};
 use crate::metrics::merge::{FamilyOrder, Order};
 
 /// Why there is no effective configuration.
@@ -214,6 +216,19 @@ settings! {
     engine_interval: Duration = "engine-metrics.interval", ["15s"], "1s"..="10m";
     /// How long a request that left its stage waits for a next one before it counts as complete.
     grace: Duration = "pipeline.grace-time", ["2s"], "0s"..="10m";
+    /// Where stat events are taken (docs/stat-events.md), as a Unix socket; `off`: nowhere. Where it can't be made the
+    /// agent works without.
+    stat_path: SocketPath = "stat-socket.path", ["/run/omnitap/stats.sock"];
+    /// Permissions of its file, octal. They say who may connect; events are taken of processes of the watched pipelines,
+    /// of root, of the agent's own user and of the groups below.
+    stat_mode: Mode = "stat-socket.mode", ["0660"];
+    /// Groups, by name or number, whose members may send events about any pipeline. The socket's file belongs to the
+    /// first of them.
+    stat_groups: Vec<GroupName> = "stat-socket.group", [];
+    /// Most connections to it at a time; further ones are closed at once.
+    stat_connections: u32 = "stat-socket.max-connections", ["64"], "1"..="4096";
+    /// Most events a second that are read of one connection; a faster sender waits.
+    stat_rate: u32 = "stat-socket.max-rate", ["100000"], "1"..="10000000";
     /// Which source serves a family when several have it, the first of those that give samples: `stat_socket` (events
     /// that the orchestrator pushes), `tap` (what the agent sees by itself), `engine` (the engine's own `/metrics`). One
     /// that is left out serves nothing.

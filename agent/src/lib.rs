@@ -16,5 +16,6 @@ pub mod observer;
 pub mod pipeline;
 pub mod record;
 pub mod serve;
+pub mod statsock;
 pub mod tap;
 pub mod wire;

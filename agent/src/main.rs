@@ -23,6 +23,7 @@ use omnitap::{
     pipeline::tracker::Limits as TrackerLimits,
     record::{Entries, Entry, Writer},
     serve::{Content, Server, Status},
+    statsock::Settings as StatSettings,
     tap::Settings as TapSettings,
 };
 use tokio::signal::unix::{SignalKind, signal};
@@ -144,9 +145,22 @@ fn observer(config: &Config) -> Observer {
     )
 }
 
+fn stat_settings(config: &Config) -> Option<StatSettings> {
+    Some(StatSettings {
+        path: config.stat_path.0.clone()?,
+        mode: config.stat_mode.0,
+        groups: config.stat_groups.iter().map(|group| group.0.clone()).collect(),
+        max_connections: usize::try_from(config.stat_connections).unwrap_or(usize::MAX),
+        max_rate: config.stat_rate,
+    })
+}
+
 fn check(config: &Config, json: bool) -> Result<ExitCode> {
     let gpu = gpu_settings(config);
-    let report = check::run(gpu.as_ref().map(|gpu| gpu.libraries.as_slice()));
+    let report = check::run(
+        gpu.as_ref().map(|gpu| gpu.libraries.as_slice()),
+        stat_settings(config).as_ref(),
+    );
     print(&if json {
         report.to_json()?
     } else {
@@ -195,6 +209,7 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
             fill: fill_settings(config),
             model_names: config.model_names.clone(),
             shutdown_timeout: config.shutdown_timeout,
+            stat_socket: stat_settings(config),
         };
         let mut agent = Agent::start(&settings, observer, &status, recorder)?;
         if let Some(reads) = agent.engine_reads() {

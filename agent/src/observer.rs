@@ -1,7 +1,7 @@
 //! The one path from changes and frames to series, taken by the running agent and by `omnitap replay` alike.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap, hash_map::Entry},
     time::{Duration, Instant},
 };
 
@@ -17,17 +17,18 @@ use crate::{
     host::identity::{Change, Flavor, Pipeline, PipelineId, Process, ProcessKey, Role},
     metrics::{
         catalogue::{Family, Needs, Source},
-        merge::{Feed, Merge, Merged, NoRequests},
+        merge::{Feed, Merge, Merged},
         own::{Counter, Own},
         registry::{Limits, Registry},
         text::Exposition,
     },
     pipeline::{
         sink::Sink,
+        stats::{Outcome as StatOutcome, Sender, Stats},
         tracker::{Limits as TrackerLimits, Tracker},
         transfers::ShmTaken,
     },
-    record::{Entry, Item, OwnedFrame},
+    record::{self, Item, OwnedFrame},
     wire::{
         assemble::{Content, Decoder, FrameResult, FrameType},
         frame::Frame,
@@ -37,6 +38,7 @@ use crate::{
         },
         message::Message,
         shm::ShmEvent,
+        stat::{Event, Head, StatError},
     },
 };
 
@@ -73,6 +75,10 @@ pub struct Observer {
     merge: Merge,
     own: Own,
     frames: Vec<Option<Counter>>,
+    stats: Stats,
+    stat_events: HashMap<(&'static str, &'static str), Counter>,
+    /// The senders that are connected, and their processes.
+    senders: HashMap<Sender, u32>,
     processes: HashMap<u32, Process>,
     pipelines: BTreeMap<PipelineId, Watched>,
     gpus: Gpus,
@@ -114,6 +120,9 @@ impl Observer {
             http: Connections::new(),
             news: Vec::new(),
             tracker: Tracker::new(tracker_limits),
+            stats: Stats::new(tracker_limits),
+            stat_events: HashMap::new(),
+            senders: HashMap::new(),
             own: registry.own(),
             registry,
             merge,
@@ -141,12 +150,14 @@ impl Observer {
     /// Wall clock less `CLOCK_MONOTONIC` in nanoseconds, to place what the wire gives as wall clock.
     pub fn wall_offset(&mut self, offset_ns: i64) {
         self.tracker.set_wall_offset(offset_ns);
+        self.stats.set_wall_offset(offset_ns);
     }
 
     /// Takes a change of what runs on the host.
     pub fn change(&mut self, change: &Change, now_ns: u64) {
         match change {
             Change::Pipeline(pipeline) => {
+                self.stats.pipeline(pipeline);
                 let id = pipeline.id;
                 match self.pipelines.get_mut(&id) {
                     Some(watched) => watched.pipeline = pipeline.clone(),
@@ -179,6 +190,7 @@ impl Observer {
             self.merge.forget(*id);
             self.fill.forget(*id, &self.registry);
             self.with_gpus(|gpus, world, registry| gpus.tick(now_ns, world, registry));
+            self.stats.pipeline_gone(*id);
             self.registry
                 .pipeline_ended(*id, self.origin + Duration::from_nanos(now_ns));
         }
@@ -240,7 +252,7 @@ impl Observer {
         }
         match &decoded.content {
             Content::Message { message, .. } => {
-                let mut sink = Merged::new(&mut self.registry, &mut self.merge, Feed::Tap, &NoRequests);
+                let mut sink = Merged::new(&mut self.registry, &mut self.merge, Feed::Tap, &self.stats);
                 self.tracker
                     .message(frame.pid, frame.socket, frame.time_ns, message, &mut sink);
             }
@@ -258,7 +270,7 @@ impl Observer {
 
     /// The tap's state machines, and the registry as they have it.
     fn tap(&mut self) -> (&mut Tracker, Merged<'_>) {
-        let sink = Merged::new(&mut self.registry, &mut self.merge, Feed::Tap, &NoRequests);
+        let sink = Merged::new(&mut self.registry, &mut self.merge, Feed::Tap, &self.stats);
         (&mut self.tracker, sink)
     }
 
@@ -324,6 +336,125 @@ impl Observer {
         &self.gpus
     }
 
+    /// The state of stat events, and the registry as it has it.
+    fn told(&mut self) -> (&mut Stats, Merged<'_>) {
+        let sink = Merged::new(
+            &mut self.registry,
+            &mut self.merge,
+            Feed::StatSocket,
+            &self.tracker,
+        );
+        (&mut self.stats, sink)
+    }
+
+    /// A sender of stat events is connected; `pid` is 0 where it is not known.
+    pub fn stat_opened(&mut self, sender: Sender, pid: u32) {
+        self.senders.insert(sender, pid);
+    }
+
+    /// Takes a stat event.
+    pub fn stat(&mut self, sender: Sender, now_ns: u64, head: &Head, event: &Event) {
+        if let Event::Lost(lost) = event {
+            #[expect(
+                clippy::cast_precision_loss,
+                reason = "a count above 2^53 may lose its last bits"
+            )]
+            self.own
+                .add(Family::OmnitapStatEventsLostTotal, &[], lost.events as f64);
+            self.stat_result(event.name(), "accepted");
+            return;
+        }
+        let Some(pipeline) = self.pipeline_told_of(sender, head) else {
+            self.stat_result(event.name(), "no_pipeline");
+            return;
+        };
+        let mut sink = Merged::new(
+            &mut self.registry,
+            &mut self.merge,
+            Feed::StatSocket,
+            &self.tracker,
+        );
+        let Some(Watched { pipeline, .. }) = self.pipelines.get(&pipeline) else {
+            return;
+        };
+        let outcome = self
+            .stats
+            .event(sender, pipeline, now_ns, (head, event), &mut sink);
+        let result = match outcome {
+            StatOutcome::Accepted => "accepted",
+            StatOutcome::Repeated => "repeated",
+            StatOutcome::Full => "full",
+        };
+        self.stat_result(event.name(), result);
+    }
+
+    /// A stat event that could not be read: counted, nothing else.
+    pub fn stat_unread(&mut self, error: &StatError) {
+        let result = match error {
+            StatError::Json(_) | StatError::Msgpack(_) | StatError::Id(_) => "malformed",
+            StatError::TooLong(_) => "too_long",
+            StatError::Version(_) => "version",
+            StatError::Unknown => "unknown_event",
+        };
+        self.stat_result("unknown", result);
+    }
+
+    fn stat_result(&mut self, event: &'static str, result: &'static str) {
+        let own = &self.own;
+        let counter = self.stat_events.entry((event, result));
+        match counter {
+            Entry::Occupied(counter) => counter.get().add(1.0),
+            Entry::Vacant(place) => {
+                if let Some(counter) = own.counter(Family::OmnitapStatEventsTotal, &[event, result]) {
+                    place.insert(counter).add(1.0);
+                }
+            }
+        }
+    }
+
+    /// The pipeline that an event is about: the sender's own; else the one that the event names; else the only one that
+    /// has such families.
+    fn pipeline_told_of(&self, sender: Sender, head: &Head) -> Option<PipelineId> {
+        let of = |pid: u32| self.processes.get(&pid).map(|process| process.pipeline);
+        if let Some(own) = self.senders.get(&sender).and_then(|pid| of(*pid)) {
+            return Some(own);
+        }
+        if let Some(pid) = head.pid {
+            return of(pid);
+        }
+        let mut candidates = self.pipelines.iter().filter(|(_, watched)| {
+            let Pipeline {
+                flavor,
+                model,
+                served_model,
+                ..
+            } = &watched.pipeline;
+            match &head.model {
+                Some(name) => model.as_ref() == Some(name) || served_model.as_ref() == Some(name),
+                None => *flavor == Flavor::Omni,
+            }
+        });
+        let (id, _) = candidates.next()?;
+        candidates.next().is_none().then_some(*id)
+    }
+
+    /// A sender's connection has ended. Pipelines of which nobody else tells go to their other sources.
+    pub fn stat_closed(&mut self, sender: Sender) {
+        let Some(pid) = self.senders.remove(&sender) else {
+            return;
+        };
+        let is_gone = !self.processes.contains_key(&pid);
+        let (stats, mut sink) = self.told();
+        for pipeline in stats.closed(sender, is_gone, &mut sink) {
+            self.merge.depart(
+                pipeline,
+                Feed::StatSocket,
+                (&self.stats, &self.tracker),
+                &mut self.registry,
+            );
+        }
+    }
+
     /// A connector's event whose process stayed unknown: counted, nothing else.
     pub fn shm_stranger(&mut self) {
         self.registry
@@ -354,12 +485,14 @@ impl Observer {
         let (tracker, mut sink) = self.tap();
         tracker.tick(now_ns, &mut sink);
         self.with_gpus(|gpus, world, registry| gpus.tick(now_ns, world, registry));
+        let (stats, mut sink) = self.told();
+        stats.tick(now_ns, &mut sink);
         self.registry.expire(self.origin + Duration::from_nanos(now_ns));
         self.show(now_ns);
     }
 
     /// Takes an entry of a recording.
-    pub fn replay(&mut self, entry: &Entry) {
+    pub fn replay(&mut self, entry: &record::Entry) {
         match &entry.item {
             Item::WallOffset(offset_ns) => self.wall_offset(*offset_ns),
             Item::Change(change) => self.change(change, entry.t),
@@ -380,6 +513,9 @@ impl Observer {
             }
             Item::Gpu(sample) => self.gpu(sample, entry.t),
             Item::Engine(sample) => self.engine(sample),
+            Item::StatOpened { sender, pid } => self.stat_opened(Sender(*sender), *pid),
+            Item::Stat { sender, head, event } => self.stat(Sender(*sender), entry.t, head, event),
+            Item::StatClosed { sender } => self.stat_closed(Sender(*sender)),
             Item::Tick => self.tick(entry.t),
         }
     }

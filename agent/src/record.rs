@@ -13,7 +13,12 @@ use crate::{
     fill::sample::EngineSample,
     gpu::sample::GpuSample,
     host::identity::Change,
-    wire::{frame::Frame, http::HttpEvent, shm::ShmEvent},
+    wire::{
+        frame::Frame,
+        http::HttpEvent,
+        shm::ShmEvent,
+        stat::{Event, Head},
+    },
 };
 
 /// Version of the format that this build writes and reads.
@@ -92,6 +97,27 @@ pub enum Item {
     Gpu(GpuSample),
     /// A read of an engine's own metrics.
     Engine(EngineSample),
+    /// A sender of stat events connected.
+    StatOpened {
+        /// Its connection.
+        sender: u64,
+        /// Its process.
+        pid: u32,
+    },
+    /// A stat event. Fields that the agent does not know are not in it.
+    Stat {
+        /// The connection.
+        sender: u64,
+        /// What all events have.
+        head: Head,
+        /// What it tells.
+        event: Box<Event>,
+    },
+    /// A sender's connection ended.
+    StatClosed {
+        /// The connection.
+        sender: u64,
+    },
     /// Time passed; the state machines were given `t`.
     Tick,
 }
@@ -561,6 +587,7 @@ mod tests {
             let name = "req_0_1";
             let put = ShmEvent::Put { pid, tid: pid, name, size, start_ns: size, done_ns: t };
             let get = ShmEvent::Get { pid, tid: pid, name, start_ns: size, done_ns: t };
+            let event = Box::new(Event::Lost(crate::wire::stat::Lost { events: size }));
             let unlinked = ShmEvent::Unlinked { pid, tid: pid, name, time_ns: t };
             let entries = vec![
                 Entry { t: 0, item: Item::WallOffset(-5) },
@@ -570,6 +597,9 @@ mod tests {
                 Entry { t, item: Item::Shm(OwnedShm::new(&put).1) },
                 Entry { t, item: Item::Shm(OwnedShm::new(&get).1) },
                 Entry { t, item: Item::Shm(OwnedShm::new(&unlinked).1) },
+                Entry { t: 2, item: Item::StatOpened { sender: t, pid } },
+                Entry { t, item: Item::Stat { sender: t, head: Head { v: 1, t: Some(0.1), ..Head::default() }, event } },
+                Entry { t: 3, item: Item::StatClosed { sender: t } },
                 Entry { t: 3, item: Item::Tick },
             ];
             let file = written(&entries);

@@ -87,6 +87,7 @@ impl Agent {
             .arg(binary)
             .arg(subcommand)
             .args(["--web.listen-address", &format!("127.0.0.1:{port}")])
+            .env("OMNITAP_STAT_SOCKET_PATH", dir.path().join("stats.sock"))
             .args(flags)
             .stdout(Stdio::null())
             .stderr(File::create(dir.path().join("log"))?)
@@ -114,6 +115,12 @@ impl Agent {
     #[must_use]
     pub fn url(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
+    }
+
+    /// Where it takes stat events.
+    #[must_use]
+    pub fn stat_socket(&self) -> PathBuf {
+        self.dir.path().join("stats.sock")
     }
 
     /// What it has logged.

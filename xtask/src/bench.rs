@@ -1,11 +1,13 @@
 //! `cargo xtask bench`: what the probe, the decoder, the scrape and the agent cost, as ratios measured side by side.
 
 mod decode;
+mod forwarder;
 mod hit;
 mod load;
 mod real;
 mod render;
 mod stats;
+mod statsock;
 mod transfers;
 
 use std::{
@@ -25,7 +27,7 @@ pub(crate) struct Args {
     /// Run only these parts
     #[arg(long, value_enum, value_delimiter = ',')]
     only: Vec<Bench>,
-    /// Requests a side in the part `real`
+    /// Requests a side in the parts `real` and `forwarder`
     #[arg(long, default_value_t = 120, value_parser = clap::value_parser!(u16).range(10..=2000))]
     requests: u16,
     /// The agent's program instead of a release build of this tree
@@ -47,6 +49,10 @@ enum Bench {
     Idle,
     /// Payloads between two stages through shared memory, with the agent and without; a poll of the receiver
     Transfers,
+    /// 100,000 stat events a second for half a minute
+    Statsock,
+    /// What the forwarder costs: an event, and latency of a speech request of the real Audex server
+    Forwarder,
     /// CPU and latency of a speech request of the real Audex server, with the agent and without
     Real,
 }
@@ -60,6 +66,8 @@ impl Bench {
             Self::Memory => "memory",
             Self::Idle => "idle",
             Self::Transfers => "transfers",
+            Self::Statsock => "statsock",
+            Self::Forwarder => "forwarder",
             Self::Real => "real",
         }
     }
@@ -127,6 +135,8 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         Bench::Memory,
         Bench::Idle,
         Bench::Transfers,
+        Bench::Statsock,
+        Bench::Forwarder,
         Bench::Real,
     ];
     let benches = if args.only.is_empty() {
@@ -147,6 +157,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             Bench::Memory => with_agent(args, |agent| load::memory(agent, &folder)),
             Bench::Idle => with_agent(args, |agent| load::idle(agent, &folder)),
             Bench::Transfers => with_agent(args, |agent| transfers::measure(agent, &folder)),
+            Bench::Statsock => with_agent(args, |agent| statsock::measure(agent, &folder)),
+            Bench::Forwarder => with_agent(args, |agent| {
+                forwarder::measure(agent, &folder, args.requests.into())
+            }),
             Bench::Real => with_agent(args, |agent| real::measure(agent, &folder, args.requests.into())),
         };
         match figures {

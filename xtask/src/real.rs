@@ -66,6 +66,8 @@ enum Case {
     Omni,
     /// vLLM-Omni, two stages, its own statistics off
     OmniOff,
+    /// As omni, with the forwarder of stat events in it
+    Forwarder,
 }
 
 impl Case {
@@ -75,6 +77,7 @@ impl Case {
             Self::VllmParallel => "vllm-parallel",
             Self::Omni => "omni",
             Self::OmniOff => "omni-off",
+            Self::Forwarder => "forwarder",
         }
     }
 
@@ -82,7 +85,7 @@ impl Case {
         match self {
             Self::Vllm => Kind::Vllm { parallel: false },
             Self::VllmParallel => Kind::Vllm { parallel: true },
-            Self::Omni => Kind::Omni { log_stats: true },
+            Self::Omni | Self::Forwarder => Kind::Omni { log_stats: true },
             Self::OmniOff => Kind::Omni { log_stats: false },
         }
     }
@@ -140,7 +143,13 @@ struct Run {
 /// Runs the task.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let cases = if args.only.is_empty() {
-        vec![Case::Vllm, Case::VllmParallel, Case::Omni, Case::OmniOff]
+        vec![
+            Case::Vllm,
+            Case::VllmParallel,
+            Case::Omni,
+            Case::OmniOff,
+            Case::Forwarder,
+        ]
     } else {
         args.only.clone()
     };
@@ -171,7 +180,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
 }
 
 fn one_case(case: Case, args: &Args, kit: &Kit, agent: Option<&Path>, folder: &Path) -> Result<bool> {
-    let mut server = Server::start(kit, case.server(), &folder.join("server.log"))?;
+    let log = folder.join("server.log");
+    let mut server = match case {
+        Case::Forwarder => Server::start_with(kit, case.server(), &log, kit::forward)?,
+        _ => Server::start(kit, case.server(), &log)?,
+    };
     at_rest(&server.metrics())?;
     let mut run = attended(case, args, agent, &server, folder)?;
     run.agent = run.agent.map(|page| page.of_models(&kit.models(case.server())));
@@ -188,9 +201,11 @@ fn one_case(case: Case, args: &Args, kit: &Kit, agent: Option<&Path>, folder: &P
         left,
         run.outcomes.len() - run.outcomes.len() / 3,
     );
+    // The forwarder's transfers are the server's own, of which the sizes are 0.
     let hops = run
         .agent
         .as_ref()
+        .filter(|_| case != Case::Forwarder)
         .is_none_or(|agent| hops_equal(&run.segments, agent));
     match (case, run.server, run.agent) {
         (Case::OmniOff, _, Some(agent)) => {
@@ -224,9 +239,17 @@ fn attended(case: Case, args: &Args, agent: Option<&Path>, server: &Server, fold
     };
     let server_before = load::get(&server.metrics())?;
     keep("server-before.txt", &server_before)?;
+    let socket = kit::stat_socket();
+    let flags = match case {
+        Case::Forwarder => vec!["--stat-socket.path", socket.to_str().context("odd path")?],
+        _ => Vec::new(),
+    };
     let mut watcher = agent
-        .map(|program| Agent::start(program, server.process.pid(), &folder.join("agent.log"), &[]))
+        .map(|program| Agent::start(program, server.process.pid(), &folder.join("agent.log"), &flags))
         .transpose()?;
+    if let (Case::Forwarder, Some(watcher)) = (case, &watcher) {
+        watcher.wait_for_forwarder()?;
+    }
     let recorder = match (agent, args.record) {
         (Some(program), true) => Some(agent::record(
             program,
@@ -251,6 +274,9 @@ fn attended(case: Case, args: &Args, agent: Option<&Path>, server: &Server, fold
         keep("agent-after.txt", &after)?;
         let after = Exposition::parse(&after)?;
         agent::without_losses(&after)?;
+        if case == Case::Forwarder {
+            agent::all_told(&after)?;
+        }
         let (status, took) = watcher.stop()?;
         ensure!(status.success(), "the agent ended with {status}");
         println!("  agent ended {:.2} s after SIGTERM", took.as_secs_f64());

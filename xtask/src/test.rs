@@ -4,7 +4,7 @@ use std::{ffi::OsStr, process::Command};
 
 use anyhow::Result;
 
-use crate::setup;
+use crate::{real::kit, setup};
 
 /// Packages of the bundled pipeline, and the parser that the exposition is held against.
 pub(crate) const PYTHON_PACKAGES: &[&str] = &[
@@ -34,6 +34,16 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     setup::debian(&[("/usr/bin/gcc", "gcc"), ("/usr/include/stdio.h", "libc6-dev")])?;
     let python = setup::venv("venv", PYTHON_PACKAGES)?;
     setup::run(setup::cargo().args(["build", "--package", "omnitap"]))?;
+    if args.package.is_none() && args.filter.is_none() {
+        // In the servers' venv where there is one: its hooks are tested in the real vLLM-Omni.
+        let (python, environment) = kit::python_with_omni().unwrap_or_else(|| (python.clone(), Vec::new()));
+        setup::run(
+            Command::new(python)
+                .envs(environment)
+                .current_dir(setup::root())
+                .args(["-m", "unittest", "discover", "--start-directory", "integrations"]),
+        )?;
+    }
 
     let skipped = setup::target_dir().join("skipped-tests.txt");
     std::fs::write(&skipped, "")?;

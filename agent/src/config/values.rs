@@ -255,6 +255,87 @@ impl Single for ModelName {
     const NAME: &'static str = "PATTERN=NAME";
 }
 
+/// Where a socket is; `None`: there is none.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SocketPath(pub Option<PathBuf>);
+
+impl FromStr for SocketPath {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            // What YAML may make of `off`.
+            "off" | "false" => Ok(Self(None)),
+            path if path.starts_with('/') => Ok(Self(Some(path.into()))),
+            _ => Err("neither an absolute path nor `off`"),
+        }
+    }
+}
+
+impl fmt::Display for SocketPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Some(path) => write!(f, "{}", path.display()),
+            None => f.write_str("off"),
+        }
+    }
+}
+
+impl Single for SocketPath {
+    const NAME: &'static str = "PATH";
+}
+
+/// Permissions of a file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Mode(pub u32);
+
+impl FromStr for Mode {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        u32::from_str_radix(text, 8)
+            .ok()
+            .filter(|mode| *mode <= 0o777)
+            .map(Self)
+            .ok_or("not permissions in octal (such as 0660)")
+    }
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:04o}", self.0)
+    }
+}
+
+impl Single for Mode {
+    const NAME: &'static str = "MODE";
+}
+
+/// A group, by name or number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupName(pub String);
+
+impl FromStr for GroupName {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text.is_empty() || text.contains([':', ' ']) {
+            return Err("not the name of a group");
+        }
+        Ok(Self(text.to_owned()))
+    }
+}
+
+impl fmt::Display for GroupName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Single for GroupName {
+    const NAME: &'static str = "GROUP";
+}
+
 impl Single for Order {
     const NAME: &'static str = "ORDER";
 }

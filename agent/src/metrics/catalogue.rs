@@ -835,6 +835,20 @@ families! {
     OmnitapStages "omnitap_stages"
         Gauge(Sum), &["flavor"], Own, Nothing,
         "Stages found on this host and alive.";
+    OmnitapStatConnections "omnitap_stat_connections"
+        Gauge(Sum), &[], Own, Nothing,
+        "Connections to the stat socket that are open.";
+    OmnitapStatConnectionsRefusedTotal "omnitap_stat_connections_refused_total"
+        Counter, &["reason"], Own, Nothing,
+        "Connections to the stat socket that were closed by the agent: too_many were open, credentials of a sender that \
+         may not, protocol (neither JSON lines nor msgpack).";
+    OmnitapStatEventsLostTotal "omnitap_stat_events_lost_total"
+        Counter, &[], Own, Nothing,
+        "Events that senders dropped by their own account, because the agent was slow or away.";
+    OmnitapStatEventsTotal "omnitap_stat_events_total"
+        Counter, &["event", "result"], Own, Nothing,
+        "Stat events that were read, by kind and result: accepted, repeated (told before), full (too many requests \
+         open), no_pipeline, malformed, too_long, unknown_event, version.";
     OmnitapTransferStageMismatchesTotal "omnitap_transfer_stage_mismatches_total"
         Counter, &[], Own, Nothing,
         "Transfers whose key names another stage than the process at that end has; the process's counts.";

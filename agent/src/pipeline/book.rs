@@ -160,7 +160,7 @@ impl Part {
 }
 
 /// Monotonic time of arrival: `arrival` is wall clock, in seconds. The time of ADD where it is absent or absurd.
-fn arrival_ns(arrival: Option<f64>, added_ns: u64, wall_offset_ns: Option<i64>) -> u64 {
+pub(super) fn arrival_ns(arrival: Option<f64>, added_ns: u64, wall_offset_ns: Option<i64>) -> u64 {
     let added_ns = added_ns.max(1);
     let (Some(arrival), Some(offset)) = (arrival, wall_offset_ns) else {
         return added_ns;

@@ -15,6 +15,7 @@ mod places;
 mod pulls;
 pub mod sink;
 mod state;
+pub mod stats;
 mod streams;
 pub mod tracker;
 pub mod transfers;

@@ -12,6 +12,7 @@ pub mod message;
 pub mod msgpack;
 mod redact;
 pub mod shm;
+pub mod stat;
 
 use thiserror::Error;
 

@@ -4,7 +4,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::{Command, ExitStatus},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, ensure};
@@ -41,17 +41,8 @@ impl Agent {
             setup::is_root(),
             "the agent loads BPF programs: run this task as root"
         );
-        let port = free_port()?;
-        let mut command = Command::new(program);
-        command
-            .args(["run", "--web.listen-address", &format!("127.0.0.1:{port}")])
-            .args(flags);
-        let mut process = Process::start("the agent", &command, log)?;
+        let (mut agent, ready) = Self::ready(program, log, flags)?;
         let every = Duration::from_millis(50);
-        let url = format!("http://127.0.0.1:{port}/readyz");
-        let ready = process
-            .wait_until("/readyz", ATTACH, every, || load::get(&url).is_ok())
-            .with_context(|| format!("its output is in {}", log.display()))?;
         let wanted: Vec<u32> = descendants(server)
             .into_keys()
             .filter(|&pid| pid == server || is_engine(pid))
@@ -65,7 +56,8 @@ impl Agent {
             };
             wanted.iter().all(has)
         };
-        let attached = process
+        let attached = agent
+            .process
             .wait_until("its probes in the server", ATTACH, every, has_all)
             .with_context(|| format!("wanted in {wanted:?}; the agent's output is in {}", log.display()))?;
         println!(
@@ -74,11 +66,48 @@ impl Agent {
             wanted.len(),
             (ready + attached).as_secs_f64()
         );
-        Ok(Self { process, port })
+        Ok(agent)
+    }
+
+    /// Starts the agent with flags that keep it from probing, and waits until it is ready.
+    pub(crate) fn start_unprobed(program: &Path, log: &Path, flags: &[&str]) -> Result<Self> {
+        Ok(Self::ready(program, log, flags)?.0)
+    }
+
+    fn ready(program: &Path, log: &Path, flags: &[&str]) -> Result<(Self, Duration)> {
+        let port = free_port()?;
+        let mut command = Command::new(program);
+        command
+            .args(["run", "--web.listen-address", &format!("127.0.0.1:{port}")])
+            .env("OMNITAP_STAT_SOCKET_PATH", "off")
+            .args(flags);
+        let mut process = Process::start("the agent", &command, log)?;
+        let every = Duration::from_millis(50);
+        let url = format!("http://127.0.0.1:{port}/readyz");
+        let ready = process
+            .wait_until("/readyz", ATTACH, every, || load::get(&url).is_ok())
+            .with_context(|| format!("its output is in {}", log.display()))?;
+        Ok((Self { process, port }, ready))
     }
 
     pub(crate) fn pid(&self) -> u32 {
         self.process.pid()
+    }
+
+    /// Waits until the forwarder in a server has found the agent, which it looks for once a second.
+    pub(crate) fn wait_for_forwarder(&self) -> Result<()> {
+        let start = Instant::now();
+        loop {
+            let page = Exposition::parse(&self.scrape()?)?;
+            if page.total("omnitap_stat_connections", &[]).unwrap_or_default() > 0.0 {
+                return Ok(());
+            }
+            ensure!(
+                start.elapsed() < Duration::from_secs(20),
+                "no forwarder has connected"
+            );
+            std::thread::sleep(Duration::from_millis(100));
+        }
     }
 
     pub(crate) fn metrics(&self) -> String {
@@ -95,6 +124,24 @@ impl Agent {
         ensure!(took <= END, "the agent took {:.1} s to end", took.as_secs_f64());
         Ok((status, took))
     }
+}
+
+/// An error unless every stat event that came was taken, and none was dropped by its sender.
+pub(crate) fn all_told(page: &Exposition) -> Result<()> {
+    let events = |labels: &[(&str, &str)]| {
+        page.total("omnitap_stat_events_total", labels)
+            .unwrap_or_default()
+    };
+    let (all, taken) = (events(&[]), events(&[("result", "accepted")]));
+    let lost = page
+        .total("omnitap_stat_events_lost_total", &[])
+        .unwrap_or_default();
+    println!("  stat events: {all} read, {taken} taken, {lost} dropped by the sender");
+    ensure!(
+        all > 0.0 && (all - taken).abs() < 0.5 && lost == 0.0,
+        "stat events are missing"
+    );
+    Ok(())
 }
 
 /// The core of a stage or of plain vLLM, by its title.

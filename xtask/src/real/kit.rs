@@ -38,11 +38,7 @@ pub(crate) struct Kit {
 impl Kit {
     /// Installs what is missing: the venv, and the tiny models made by it.
     pub(crate) fn install() -> Result<Self> {
-        let folder =
-            std::env::var_os(FOLDER).map_or_else(|| setup::target_dir().join("realkit"), PathBuf::from);
-        let kit = Self {
-            folder: std::path::absolute(folder)?,
-        };
+        let kit = Self { folder: folder()? };
         std::fs::create_dir_all(&kit.folder)
             .with_context(|| format!("cannot make {}", kit.folder.display()))?;
         kit.install_servers()?;
@@ -216,6 +212,52 @@ impl Kit {
         command.args(["--host", "127.0.0.1", "--port", &port.to_string()]);
         command
     }
+}
+
+/// Has a server tell the agent what happens in it, transfers included, as an operator would.
+pub(crate) fn forward(command: &mut Command) {
+    let mut plugins = files().join("plugin").into_os_string();
+    plugins.push(":");
+    plugins.push(setup::root().join("integrations"));
+    command.envs([
+        ("PYTHONPATH", plugins),
+        (
+            "VLLM_PLUGINS",
+            "omni_cpu,vllm_omni_register_models,omnitap_forwarder".into(),
+        ),
+        ("OMNITAP_STAT_SOCKET", stat_socket().into_os_string()),
+        ("OMNITAP_STAT_TRANSFERS", "1".into()),
+    ]);
+}
+
+/// The Python of an installed kit, and what vLLM-Omni needs in its environment to be imported.
+pub(crate) fn python_with_omni() -> Option<(PathBuf, Vec<(&'static str, OsString)>)> {
+    let kit = Kit {
+        folder: folder().ok()?,
+    };
+    let python = kit.python();
+    let environment = vec![
+        ("PYTHONPATH", files().join("plugin").into_os_string()),
+        ("VLLM_PLUGINS", "omni_cpu".into()),
+        ("VLLM_NO_USAGE_STATS", "1".into()),
+        ("HF_HUB_OFFLINE", "1".into()),
+        ("CUDA_VISIBLE_DEVICES", OsString::new()),
+    ];
+    kit.venv()
+        .join("bin/vllm-omni")
+        .exists()
+        .then_some((python, environment))
+}
+
+/// The kit's folder.
+fn folder() -> std::io::Result<PathBuf> {
+    let folder = std::env::var_os(FOLDER).map_or_else(|| setup::target_dir().join("realkit"), PathBuf::from);
+    std::path::absolute(folder)
+}
+
+/// Where the forwarder of the kit's servers finds the agent.
+pub(crate) fn stat_socket() -> PathBuf {
+    setup::target_dir().join("real/stats.sock")
 }
 
 /// The kit's files in the repository.
