@@ -12,6 +12,7 @@ use std::{
 };
 
 use super::{
+    diffusion::{self, Given, Known},
     identity::{Change, Container, Flavor, Pipeline, PipelineId, Process, ProcessKey, Role, Versions},
     role::{self, Hint, Serve},
 };
@@ -99,9 +100,19 @@ pub struct Table {
     pipelines: BTreeMap<PipelineId, Pipeline>,
     pending: BTreeSet<u32>,
     next_id: u32,
+    given: Vec<Given>,
 }
 
 impl Table {
+    /// An empty table; `given` are places of diffusion stages from the configuration.
+    #[must_use]
+    pub fn new(given: Vec<Given>) -> Self {
+        Self {
+            given,
+            ..Self::default()
+        }
+    }
+
     /// Takes a look at a process, new or known; returns whether it is a candidate for a role.
     pub fn see(&mut self, sighting: Sighting) -> bool {
         let pid = sighting.key.pid;
@@ -197,6 +208,7 @@ impl Table {
         let mut changes = ends(&self.processes, &self.pipelines, &members);
         for (id, mut members) in members {
             members.sort_by_key(|(seen, _)| (seen.sighting.key.start_ticks, seen.sighting.key.pid));
+            self.place_diffusion(id, &mut members, now);
             let was = self.pipelines.get(&id);
             let Some(mut pipeline) = describe(id, &members, was) else {
                 continue;
@@ -252,6 +264,54 @@ impl Table {
             seen.fresh = false;
         }
         changes
+    }
+
+    /// Tells the stages of a pipeline's diffusion processes, once no child of a server is left that may yet turn out to
+    /// be an LLM stage. `members` are in the order of their start.
+    fn place_diffusion(&self, id: PipelineId, members: &mut [(&Candidate, Role)], now: Duration) {
+        let is_diffusion = |role: &Role| matches!(role, Role::DiffusionStage { .. });
+        if !members.iter().any(|(_, role)| is_diffusion(role)) {
+            return;
+        }
+        let is_server = |pid: u32| {
+            members.iter().any(|(seen, role)| {
+                seen.sighting.key.pid == pid
+                    && matches!(role, Role::ApiServer | Role::ApiWorker { .. } | Role::Headless)
+            })
+        };
+        let is_open = self.pending.iter().any(|pid| {
+            self.candidates.get(pid).is_some_and(|child| {
+                is_server(child.sighting.parent) && age(&child.sighting.key, now) < TITLE_AGE
+            })
+        });
+        if is_open {
+            return;
+        }
+        let root = self
+            .pipelines
+            .get(&id)
+            .map(|pipeline| pipeline.root)
+            .or_else(|| members.first().map(|(seen, _)| seen.sighting.key));
+        let root = members.iter().find(|(seen, _)| Some(seen.sighting.key) == root);
+        let mut known = Known::default();
+        if let Some((seen, role)) = root {
+            known.is_headless = *role == Role::Headless;
+            if let Hint::Server(serve) = &seen.hint {
+                known.stage = serve.stage;
+            }
+            let command_line = seen.sighting.args.join(" ");
+            if let Some(given) = self.given.iter().find(|g| command_line.contains(&g.pattern)) {
+                known.given = &given.places;
+            }
+        }
+        known.llm = members
+            .iter()
+            .filter_map(|(_, role)| match role {
+                Role::LlmStage { stage, .. } => *stage,
+                _ => None,
+            })
+            .collect();
+        diffusion::settle(members.iter_mut().map(|(_, role)| role).collect(), &known);
     }
 
     /// Whether a process, or one above it, has a role by its own title or argv.

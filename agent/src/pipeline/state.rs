@@ -23,6 +23,7 @@ use crate::{
     metrics::catalogue::Family,
     wire::{
         assemble::{Aux, FrameType},
+        diffusion::Diffusion,
         message::{Add, FinishReason, Message, OutputKind, Utility},
     },
 };
@@ -48,8 +49,6 @@ pub(super) struct PipelineState {
     apis: usize,
     /// The highest stage of any kind.
     last_stage: Option<u32>,
-    /// The highest diffusion stage; `u32::MAX`: one whose number is not known.
-    pub(super) last_diffusion_stage: Option<u32>,
     /// `max_model_len` of the lowest LLM stage that told it.
     ready: Option<(u32, u32)>,
     next_scan_ns: u64,
@@ -79,7 +78,6 @@ impl PipelineState {
             exchanges: Exchanges::default(),
             apis: 0,
             last_stage: None,
-            last_diffusion_stage: None,
             ready: None,
             next_scan_ns: 0,
         }
@@ -169,12 +167,13 @@ impl PipelineState {
             stages
         };
         let (llm, diffusion) = (stages(true), stages(false));
-        self.last_diffusion_stage = diffusion.last().copied();
         self.last_stage = llm.last().max(diffusion.last()).copied();
         self.book.llm_stages = llm.len();
+        let first_stage = llm.first().into_iter().chain(diffusion.first()).min().copied();
         for (_, engine) in &mut self.engines {
             let stage = engine.stage.unwrap_or(u32::MAX);
             engine.rank = llm.binary_search(&stage).unwrap_or(0);
+            engine.is_first_stage = Some(stage) == first_stage;
         }
     }
 
@@ -224,7 +223,7 @@ impl PipelineState {
         }
     }
 
-    fn create_engine_scope<S: Sink + ?Sized>(
+    pub(super) fn create_engine_scope<S: Sink + ?Sized>(
         &mut self,
         index: usize,
         environment: &Environment,
@@ -388,6 +387,14 @@ impl PipelineState {
                 self.settle(environment, sink);
             }
             Message::Utility(utility) => self.utility(pid, socket, *utility, environment, sink),
+            Message::Diffusion(Diffusion::Add(add)) => {
+                self.diffusion_add(pid, socket, add, time_ns, environment, sink);
+            }
+            Message::Diffusion(Diffusion::Abort(ids)) => {
+                for id in ids {
+                    self.abort(id, pid, socket, time_ns, environment, sink);
+                }
+            }
             _ => {}
         }
     }
@@ -600,6 +607,9 @@ impl PipelineState {
                 }
             }
             Message::EngineDead => self.engine_died(index, time_ns, environment, sink),
+            Message::Diffusion(message) if self.engines.get(index).is_some_and(|engine| !engine.is_llm) => {
+                self.diffusion_message(index, time_ns, message, environment, sink);
+            }
             _ => {}
         }
     }
@@ -632,7 +642,7 @@ impl PipelineState {
     // ---- requests ----
 
     /// Tells the requests about the stages that finished.
-    fn settle<S: Sink + ?Sized>(&mut self, environment: &Environment, sink: &mut S) {
+    pub(super) fn settle<S: Sink + ?Sized>(&mut self, environment: &Environment, sink: &mut S) {
         while let Some(finished) = self.book.finished.pop() {
             self.stage_finished(finished, environment, sink);
         }
@@ -660,11 +670,13 @@ impl PipelineState {
         request.finished = request.finished.saturating_add(1);
         request.generated = request.generated.saturating_add(finished.generated);
         request.finish_ns = request.finish_ns.max(finished.time_ns);
-        let (rank, scope) = self
+        let (is_first_stage, is_llm, scope) = self
             .engines
             .get(usize::from(engine))
-            .map_or((0, None), |engine| (engine.rank, engine.scope));
-        if rank == 0 {
+            .map_or((true, true, None), |engine| {
+                (engine.is_first_stage, engine.is_llm, engine.scope)
+            });
+        if is_first_stage {
             request.from_first_stage |= is_added;
             request.prompt_tokens = prompt_tokens;
         }
@@ -703,14 +715,15 @@ impl PipelineState {
                 request: &id,
                 serial,
             }));
+            let stage_type = if is_llm {
+                environment.labels.stage_type_llm
+            } else {
+                environment.labels.stage_type_diffusion
+            };
             match gen_time_s {
-                Some(gen_time_s) => sink.observe(
-                    Family::OmniStageGenTimeS,
-                    scope,
-                    environment.labels.stage_type_llm,
-                    gen_time_s,
-                    1,
-                ),
+                Some(gen_time_s) => {
+                    sink.observe(Family::OmniStageGenTimeS, scope, stage_type, gen_time_s, 1);
+                }
                 None => sink.skip(Family::OmniStageGenTimeS, "start_not_seen"),
             }
             sink.about(None);
@@ -753,14 +766,6 @@ impl PipelineState {
         let Some(scope) = self.scope else {
             return;
         };
-        if self
-            .last_diffusion_stage
-            .is_some_and(|stage| stage > request.last_stage)
-        {
-            // Whether it went on to that stage is not on the sockets that are read.
-            sink.skip(Family::OmniE2eRequestLatencyS, "diffusion_stage");
-            return;
-        }
         sink.add(
             Family::OmniRequestsSuccessTotal,
             scope,
@@ -896,7 +901,7 @@ impl PipelineState {
     }
 
     /// A request failed: it counts as an abort and, by its reason, as a failure.
-    fn fail<S: Sink + ?Sized>(
+    pub(super) fn fail<S: Sink + ?Sized>(
         &mut self,
         index: u32,
         reason: Failure,
@@ -1084,7 +1089,7 @@ impl PipelineState {
             };
             totals.entry(scope).or_default().add(&snapshot);
         }
-        let mut waiting = 0;
+        let mut waiting = 0_u64;
         for (&scope, total) in &totals {
             Self::set_engine_gauges(scope, total, environment, sink);
             if self.scope.is_some() {
@@ -1095,8 +1100,11 @@ impl PipelineState {
                     as_f64(total.waiting),
                 );
             }
-            waiting += total.waiting;
+            waiting = total.waiting.saturating_add(waiting);
         }
+        let waiting = self
+            .set_diffusion_gauges(now_ns, environment, sink)
+            .saturating_add(waiting);
         if let Some(scope) = self.scope {
             let inline = self.open_inline();
             let open = u64::try_from(self.open()).unwrap_or(u64::MAX);
