@@ -24,6 +24,8 @@ pub(super) struct Known<'a> {
     pub(super) llm: BTreeSet<u32>,
     /// `--stage-id`: the one stage whose replicas run on this host.
     pub(super) stage: Option<u32>,
+    /// A server of the pipeline is here, from which its stages are counted.
+    pub(super) has_server: bool,
     /// The replicas are numbered by a server elsewhere.
     pub(super) is_headless: bool,
     /// Places from the configuration.
@@ -54,7 +56,7 @@ pub(super) fn settle(mut roles: Vec<&mut Role>, known: &Known<'_>) {
         }
         if let Some(place) = known.given.iter().find(|place| !taken.contains(*place)) {
             (*stage, *replica) = (Some(place.0), Some(place.1));
-        } else if known.given.is_empty() {
+        } else if known.given.is_empty() && known.has_server {
             *stage = known.stage.or_else(|| eliminate(&known.llm, &taken, count));
             if let Some(stage) = *stage
                 && !known.is_headless
@@ -96,6 +98,7 @@ mod tests {
     fn known(llm: &[u32]) -> Known<'static> {
         Known {
             llm: llm.iter().copied().collect(),
+            has_server: true,
             ..Known::default()
         }
     }
@@ -149,6 +152,11 @@ mod tests {
             ..known(&[0])
         };
         assert_eq!(settled(&[UNKNOWN; 3], &known), [at(2, 5), at(1, 0), UNKNOWN]);
+    }
+
+    #[test]
+    fn orphans_stay_unknown() {
+        assert_eq!(settled(&[UNKNOWN], &Known::default()), [UNKNOWN]);
     }
 
     #[test]

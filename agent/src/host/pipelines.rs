@@ -296,6 +296,7 @@ impl Table {
         let mut known = Known::default();
         if let Some((seen, role)) = root {
             known.is_headless = *role == Role::Headless;
+            known.has_server = is_server(seen.sighting.key.pid);
             if let Hint::Server(serve) = &seen.hint {
                 known.stage = serve.stage;
             }
@@ -781,10 +782,15 @@ mod tests {
         }
     }
 
-    const DIFFUSION: Option<Role> = Some(Role::DiffusionStage {
-        stage: None,
-        replica: None,
-    });
+    /// A diffusion stage where there is no other stage.
+    const DIFFUSION: Option<Role> = Some(diffusion(0, 0));
+
+    const fn diffusion(stage: u32, replica: u32) -> Role {
+        Role::DiffusionStage {
+            stage: Some(stage),
+            replica: Some(replica),
+        }
+    }
 
     #[test]
     fn omni_pipeline_with_two_stages() {
@@ -1033,6 +1039,55 @@ mod tests {
     }
 
     #[test]
+    fn diffusion_stages_are_told_once_every_child_has_its_title() {
+        let untold = Some(Role::DiffusionStage {
+            stage: None,
+            replica: None,
+        });
+        let (mut world, _) = World::new(&[(100, 1, OMNI)]);
+        world.now = Duration::from_secs(303);
+        world.facts.sockets.extend([201, 202]);
+        world.see(&[(200, 100, SPAWN), (201, 100, SPAWN), (202, 100, SPAWN)]);
+        assert_eq!((world.role(200), world.role(201)), (None, untold));
+        let changes = world.see(&[(200, 100, "VLLM::StageEngineCoreProc_stage0_replica0")]);
+        assert_eq!(
+            (world.role(201), world.role(202)),
+            (Some(diffusion(1, 0)), Some(diffusion(1, 1)))
+        );
+        assert_eq!(changes.len(), 3);
+        // Places are kept when one ends, and a new process takes the free one.
+        world.lose(201);
+        world.facts.sockets.insert(203);
+        world.see(&[(203, 100, SPAWN)]);
+        assert_eq!(
+            (world.role(202), world.role(203)),
+            (Some(diffusion(1, 1)), Some(diffusion(1, 0)))
+        );
+    }
+
+    #[test]
+    fn a_child_that_never_gets_a_title_holds_nothing_up_for_long() {
+        let (mut world, _) = World::new(&[(100, 1, OMNI)]);
+        world.now = Duration::from_secs(200) + TITLE_AGE;
+        world.facts.sockets.insert(201);
+        world.see(&[(200, 100, SPAWN), (201, 100, SPAWN)]);
+        assert_eq!((world.role(200), world.role(201)), (None, DIFFUSION));
+    }
+
+    #[test]
+    fn diffusion_stages_stand_where_the_configuration_says() {
+        let given = Given {
+            pattern: "serve org/m".to_owned(),
+            places: vec![(3, 1)],
+        };
+        let (mut world, _) = World::new(&[]);
+        world.table = Table::new(vec![given]);
+        world.facts.sockets.insert(200);
+        world.see(&[(100, 1, OMNI), (200, 100, SPAWN)]);
+        assert_eq!(world.role(200), Some(diffusion(3, 1)));
+    }
+
+    #[test]
     fn an_untitled_child_without_omni_is_no_diffusion_stage() {
         let (mut world, _) = World::new(&[(300, 1, "vllm|serve|m")]);
         world.facts.sockets.extend([400, 500]);
@@ -1100,7 +1155,10 @@ mod tests {
 
     #[rstest]
     #[case::main_thread_keeps_its_name("vllm-omni", Some(Role::ApiServer))]
-    #[case::main_thread_is_the_worker("vLLM-Omni::Diff", DIFFUSION)]
+    #[case::main_thread_is_the_worker(
+        "vLLM-Omni::Diff",
+        Some(Role::DiffusionStage { stage: None, replica: None })
+    )]
     fn inline_diffusion_that_was_there_before(#[case] comm: &str, #[case] role: Option<Role>) {
         let (mut world, _) = World::new(&[]);
         let mut seen = sighting(100, 1, "vLLM-Omni::DiffusionWorker");

@@ -619,7 +619,7 @@ mod tests {
         assert!(head.omni && !head.headless);
         let replica = serve("vllm serve org/m --omni --stage-id 1 --headless --omni-dp-size-local 2");
         assert!(replica.omni && replica.headless);
-        assert_eq!((head.stage, replica.stage), (None, Some(1)));
+        assert_eq!((head.stage, replica.stage), (Some(0), Some(1)));
         assert_eq!(replica.model.as_deref(), Some("org/m"));
         // Without --omni the program hands over to plain vLLM.
         assert!(!serve("vllm-omni serve org/m").omni);

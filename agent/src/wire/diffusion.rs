@@ -311,10 +311,8 @@ fn result_pair<'a>(
         })?,
         b"peak_memory_mb" => result.peak_memory_mb = Some(reader.optional(Reader::f64)?.unwrap_or(0.0)),
         b"error" => {
-            result.failed = !reader.take_nil();
-            if result.failed {
-                reader.skip()?;
-            }
+            result.failed = reader.peek()? != marker::NIL;
+            reader.skip()?;
         }
         _ => return Ok(false),
     }
