@@ -318,7 +318,10 @@ fn a_failed_request_is_a_stage_error_once() {
         leave(&mut play, 700, 0, id);
     }
     play.tick(60_000);
-    assert_eq!(play.sink.total(Family::OmniRequestsFailedTotal, &["stage_error"]), 2.0);
+    assert_eq!(
+        play.sink.total(Family::OmniRequestsFailedTotal, &["stage_error"]),
+        2.0
+    );
     assert_eq!(play.sink.sum(Family::OmniRequestsFailedTotal), 2.0);
     assert_eq!(play.sink.total(Family::OmniRequestsSuccessTotal, &["abort"]), 2.0);
     assert_eq!(generation(&play), NONE);
@@ -336,7 +339,8 @@ fn a_client_that_leaves_is_no_sample_of_the_stage() {
     say(&mut play, 650, 0, Diffusion::Result(result("r")));
     play.tick(10_000);
     assert_eq!(
-        play.sink.total(Family::OmniRequestsFailedTotal, &["client_disconnect"]),
+        play.sink
+            .total(Family::OmniRequestsFailedTotal, &["client_disconnect"]),
         1.0
     );
     assert_eq!(play.sink.sum(Family::OmniRequestsSuccessTotal), 1.0);
@@ -361,7 +365,10 @@ fn a_replica_that_dies_takes_its_requests_with_it(#[case] says_so: bool) {
     }
     say(&mut play, 400, 0, Diffusion::Result(result("c")));
     play.tick(10_000);
-    assert_eq!(play.sink.total(Family::OmniRequestsFailedTotal, &["stage_error"]), 1.0);
+    assert_eq!(
+        play.sink.total(Family::OmniRequestsFailedTotal, &["stage_error"]),
+        1.0
+    );
     assert_eq!(play.sink.total(Family::OmniRequestsSuccessTotal, &["stop"]), 2.0);
 }
 
@@ -370,7 +377,10 @@ fn the_only_diffusion_stage_has_all_requests_before_it_has_answered() {
     let mut play = pictures(1);
     words_then_picture(&mut play, "r");
     play.stop(300, picture(0));
-    assert_eq!(play.sink.total(Family::OmniRequestsFailedTotal, &["stage_error"]), 1.0);
+    assert_eq!(
+        play.sink.total(Family::OmniRequestsFailedTotal, &["stage_error"]),
+        1.0
+    );
 }
 
 #[test]
@@ -437,7 +447,10 @@ fn a_waiting_diffusion_stage_keeps_no_old_figure_of_an_llm_stage_alive() {
     play.stats(250, 0, stats);
     play.tick(60_000);
     let at = (Some(0), Some(0));
-    assert_eq!(play.sink.gauge(Family::VllmNumRequestsRunning, at, &[]), Some(0.0));
+    assert_eq!(
+        play.sink.gauge(Family::VllmNumRequestsRunning, at, &[]),
+        Some(0.0)
+    );
     assert_eq!(
         play.sink.gauge(Family::OmniNumRequestsRunning, (None, None), &[]),
         Some(1.0)
@@ -494,7 +507,13 @@ fn a_request_that_needs_no_picture_is_complete_after_a_while() {
 #[test]
 fn a_stage_that_nobody_can_name_completes_requests_without_samples_of_its_own() {
     let mut play = Play::omni(1);
-    play.start(picture(0), Role::DiffusionStage { stage: None, replica: None });
+    play.start(
+        picture(0),
+        Role::DiffusionStage {
+            stage: None,
+            replica: None,
+        },
+    );
     words_then_picture(&mut play, "r");
     say(&mut play, 1_210, 0, Diffusion::Result(result("r")));
     assert_close(&play.sink.seen_whole(Family::OmniE2eRequestLatencyS), &[1.21]);

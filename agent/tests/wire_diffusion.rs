@@ -54,7 +54,8 @@ fn cases() -> Vec<Case> {
 }
 
 /// Pixels that look like what the decoder searches for.
-const LURE: &[u8] = b"\xaepeak_memory_mb\xcb@\x8f@\0\0\0\0\0\xa5error\xc0\xb1error_status_code\xc0\xaaerror_type\xc0\
+const LURE: &[u8] =
+    b"\xaepeak_memory_mb\xcb@\x8f@\0\0\0\0\0\xa5error\xc0\xb1error_status_code\xc0\xaaerror_type\xc0\
                       \xb3num_inference_steps\x07\xb3payload_sender_info\xc0";
 
 fn payload(name: &str) -> Vec<u8> {
@@ -222,10 +223,17 @@ fn head_and_tail_tell_everything(#[case] name: &str, #[case] want: Diffusion<'_>
 fn images_of_different_sizes_are_added_up_and_cut_ones_taken_for_equal() {
     let payload = payload("three small images");
     let exact = 32 * 32 + 48 * 48 + 64 * 64;
-    for (head, pixels) in [(payload.len(), exact), (9_000, 3 * (32 * 32 + 48 * 48) / 2), (2_000, 3 * 32 * 32)] {
+    for (head, pixels) in [
+        (payload.len(), exact),
+        (9_000, 3 * (32 * 32 + 48 * 48) / 2),
+        (2_000, 3 * 32 * 32),
+    ] {
         let mut decoder = decoder(STAGE);
         let decoded = decoder.frame(&captured(&payload, head, 1024));
-        let want = DiffusionResult { images: images(3, pixels), ..result() };
+        let want = DiffusionResult {
+            images: images(3, pixels),
+            ..result()
+        };
         assert_eq!(said(&decoded), &Diffusion::Result(want), "{head}");
     }
 }
@@ -273,7 +281,11 @@ fn a_cut_frame_says_a_part_of_the_truth() {
                     assert!(head < 100, "{}: {head} bytes are enough: {decoded:?}", case.name);
                     continue;
                 };
-                assert_part(part, truth, &format!("{} cut to {head} and {tail} bytes", case.name));
+                assert_part(
+                    part,
+                    truth,
+                    &format!("{} cut to {head} and {tail} bytes", case.name),
+                );
             }
         }
     }
@@ -283,15 +295,18 @@ fn assert_part(part: &Diffusion<'_>, truth: &Diffusion<'_>, place: &str) {
     match (part, truth) {
         (Diffusion::Result(part), Diffusion::Result(truth)) => {
             assert_eq!(part.request_id, truth.request_id, "{place}");
-            assert!(part.finished.is_none() || part.finished == truth.finished, "{place}");
+            assert!(
+                part.finished.is_none() || part.finished == truth.finished,
+                "{place}"
+            );
             assert!(!part.is_start || truth.is_start, "{place}");
             assert!(!part.failed || truth.failed, "{place}");
             assert!(part.kind.is_none() || part.kind == truth.kind, "{place}");
             assert!(part.metrics.is_none() || part.metrics == truth.metrics, "{place}");
             assert!(
-                part.images.map(|images| images.count).is_none_or(|count| {
-                    truth.images.is_some_and(|images| images.count == count)
-                }),
+                part.images
+                    .map(|images| images.count)
+                    .is_none_or(|count| { truth.images.is_some_and(|images| images.count == count) }),
                 "{place}"
             );
             assert!(
@@ -318,7 +333,11 @@ fn assert_part(part: &Diffusion<'_>, truth: &Diffusion<'_>, place: &str) {
 fn a_redacted_frame_decodes_to_the_same_message_and_shows_nothing() {
     for case in cases() {
         let payload = payload(&case.name);
-        for part in [frame(&payload), captured(&payload, HEAD, TAIL), captured(&payload, 700, 300)] {
+        for part in [
+            frame(&payload),
+            captured(&payload, HEAD, TAIL),
+            captured(&payload, 700, 300),
+        ] {
             let mut decoder = decoder(role(&case.name));
             let before = decoder.frame(&part);
             let (mut head, mut tail) = (part.head.to_vec(), part.tail.to_vec());
@@ -332,12 +351,21 @@ fn a_redacted_frame_decodes_to_the_same_message_and_shows_nothing() {
             for secret in [&b"lighthouse"[..], b"night", b"out of memory", b"no such method"] {
                 for shown in [&head, &tail] {
                     let found = shown.windows(secret.len()).any(|window| window == secret);
-                    assert!(!found, "{} shows {:?}", case.name, String::from_utf8_lossy(secret));
+                    assert!(
+                        !found,
+                        "{} shows {:?}",
+                        case.name,
+                        String::from_utf8_lossy(secret)
+                    );
                 }
             }
             // Not even where an image ends in what looks like the end of a result.
             let lure = LURE.get(20..60).unwrap();
-            assert!(!head.windows(lure.len()).any(|window| window == lure), "{}", case.name);
+            assert!(
+                !head.windows(lure.len()).any(|window| window == lure),
+                "{}",
+                case.name
+            );
         }
     }
 }

@@ -57,6 +57,80 @@ def llama(folder: pathlib.Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
 
 
+def nemotron(language: pathlib.Path) -> None:
+    """The language model of Audex, which vLLM-Omni can run as a stage of any pipeline."""
+    from safetensors.torch import save_file
+
+    language.mkdir(parents=True, exist_ok=True)
+    tokenizer().save_pretrained(language)
+    vocabulary, hidden, inner, heads, head = CODE_OFFSET + CODES, 64, 128, 2, 32
+    config = NemotronConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=head,
+        max_position_embeddings=8192,
+        norm_eps=1e-5,
+        hidden_act="relu2",
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+        architectures=["NemotronDenseForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(language)
+    random = torch.Generator().manual_seed(0)
+
+    def weight(*shape: int, scale: float = 0.05) -> torch.Tensor:
+        return (torch.randn(*shape, generator=random) * scale).to(torch.bfloat16)
+
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    # Only the rows of speech codes are filled, so that nothing else is ever sampled.
+    output = torch.zeros(vocabulary, hidden, dtype=torch.bfloat16)
+    output[CODE_OFFSET:] = weight(CODES, hidden, scale=1.0)
+    weights = {
+        "model.embed_tokens.weight": weight(vocabulary, hidden, scale=1.0),
+        "model.norm.weight": ones.clone(),
+        "lm_head.weight": output,
+    }
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weights[f"{prefix}self_attn.{name}.weight"] = weight(heads * head, hidden)
+        weights[f"{prefix}self_attn.o_proj.weight"] = weight(hidden, heads * head)
+        weights[f"{prefix}mlp.up_proj.weight"] = weight(inner, hidden)
+        weights[f"{prefix}mlp.down_proj.weight"] = weight(hidden, inner)
+        weights[f"{prefix}input_layernorm.weight"] = ones.clone()
+        weights[f"{prefix}post_attention_layernorm.weight"] = ones.clone()
+    save_file(weights, language / "model.safetensors", metadata={"format": "pt"})
+
+
+def audex(folder: pathlib.Path) -> None:
+    """A speech model of two parts, laid out as the pipeline `audex_tts` expects them."""
+    from safetensors.torch import save_file
+    from vllm_omni.model_executor.models.audex import speech_decoder
+
+    nemotron(folder / "checkpoint_folder_audiogen")
+    decoder = folder / "audex_causal_speech_decoder"
+    decoder.mkdir(parents=True, exist_ok=True)
+    shape = speech_decoder.AudexCausalSpeechDecoderConfig(
+        hidden_dim=64, depth=2, heads=2, pos_meb_dim=32, hop_length=320, vq_dim=64
+    )
+    module = "configuration_audex_causal_speech_decoder"
+    shape.architectures = ["AudexCausalSpeechDecoderModel"]
+    shape.auto_map = {"AutoConfig": f"{module}.AudexCausalSpeechDecoderConfig"}
+    shape.save_pretrained(decoder)
+    shutil.copy(pathlib.Path(speech_decoder.__file__).with_name(f"{module}.py"), decoder)
+    torch.manual_seed(0)
+    state = speech_decoder.AudexCausalSpeechDecoderModel(shape).state_dict()
+    save_file({k: v.contiguous() for k, v in state.items()}, decoder / "model.safetensors", metadata={"format": "pt"})
+    # Last: its presence says that the model is whole.
+    (folder / "config.json").write_text(json.dumps({"model_type": "nemotron_labs_audex"}))
+
+
 def stable_diffusion(folder: pathlib.Path) -> None:
     """Stable Diffusion 1 with all its parts, a few megabytes large."""
     from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
@@ -116,86 +190,10 @@ def stable_diffusion(folder: pathlib.Path) -> None:
 
 def picture(folder: pathlib.Path) -> None:
     """A language model and Stable Diffusion, as the plug-in's pipeline `tiny_picture` expects them."""
-    words = folder / "words"
-    llama(words)
-    # The server can't be told to make up the weights of one stage alone.
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig.from_pretrained(words)).to(torch.bfloat16).save_pretrained(words)
+    nemotron(folder / "words")
     stable_diffusion(folder / "picture")
     # Last: its presence says that the model is whole.
     (folder / "config.json").write_text(json.dumps({"model_type": "tiny_picture", "architectures": ["TinyPicture"]}))
-
-
-def audex(folder: pathlib.Path) -> None:
-    """A speech model of two parts, laid out as the pipeline `audex_tts` expects them."""
-    from safetensors.torch import save_file
-    from vllm_omni.model_executor.models.audex import speech_decoder
-
-    language = folder / "checkpoint_folder_audiogen"
-    decoder = folder / "audex_causal_speech_decoder"
-    language.mkdir(parents=True, exist_ok=True)
-    decoder.mkdir(parents=True, exist_ok=True)
-
-    tokenizer().save_pretrained(language)
-    vocabulary, hidden, inner, heads, head = CODE_OFFSET + CODES, 64, 128, 2, 32
-    config = NemotronConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=head,
-        max_position_embeddings=8192,
-        norm_eps=1e-5,
-        hidden_act="relu2",
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-        architectures=["NemotronDenseForCausalLM"],
-        dtype="bfloat16",
-    )
-    config.save_pretrained(language)
-    random = torch.Generator().manual_seed(0)
-
-    def weight(*shape: int, scale: float = 0.05) -> torch.Tensor:
-        return (torch.randn(*shape, generator=random) * scale).to(torch.bfloat16)
-
-    ones = torch.ones(hidden, dtype=torch.bfloat16)
-    # Only the rows of speech codes are filled, so that nothing else is ever sampled.
-    output = torch.zeros(vocabulary, hidden, dtype=torch.bfloat16)
-    output[CODE_OFFSET:] = weight(CODES, hidden, scale=1.0)
-    weights = {
-        "model.embed_tokens.weight": weight(vocabulary, hidden, scale=1.0),
-        "model.norm.weight": ones.clone(),
-        "lm_head.weight": output,
-    }
-    for layer in range(config.num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weights[f"{prefix}self_attn.{name}.weight"] = weight(heads * head, hidden)
-        weights[f"{prefix}self_attn.o_proj.weight"] = weight(hidden, heads * head)
-        weights[f"{prefix}mlp.up_proj.weight"] = weight(inner, hidden)
-        weights[f"{prefix}mlp.down_proj.weight"] = weight(hidden, inner)
-        weights[f"{prefix}input_layernorm.weight"] = ones.clone()
-        weights[f"{prefix}post_attention_layernorm.weight"] = ones.clone()
-    save_file(weights, language / "model.safetensors", metadata={"format": "pt"})
-
-    shape = speech_decoder.AudexCausalSpeechDecoderConfig(
-        hidden_dim=64, depth=2, heads=2, pos_meb_dim=32, hop_length=320, vq_dim=64
-    )
-    module = "configuration_audex_causal_speech_decoder"
-    shape.architectures = ["AudexCausalSpeechDecoderModel"]
-    shape.auto_map = {"AutoConfig": f"{module}.AudexCausalSpeechDecoderConfig"}
-    shape.save_pretrained(decoder)
-    shutil.copy(pathlib.Path(speech_decoder.__file__).with_name(f"{module}.py"), decoder)
-    torch.manual_seed(0)
-    state = speech_decoder.AudexCausalSpeechDecoderModel(shape).state_dict()
-    save_file({k: v.contiguous() for k, v in state.items()}, decoder / "model.safetensors", metadata={"format": "pt"})
-    # Last: its presence says that the model is whole.
-    (folder / "config.json").write_text(json.dumps({"model_type": "nemotron_labs_audex"}))
 
 
 if __name__ == "__main__":

@@ -229,7 +229,8 @@ const TOLD: &[&str] = &[
 #[must_use]
 pub fn tolerance(family: &str, count: f64, sum: f64) -> f64 {
     let is_told = || TOLD.iter().any(|start| family.starts_with(start));
-    if family.contains("tokens") || family.contains("preemptions") || family.ends_with("_bytes") || is_told() {
+    if family.contains("tokens") || family.contains("preemptions") || family.ends_with("_bytes") || is_told()
+    {
         1e-6
     } else if family.ends_with("_rtf") {
         0.2 * count

@@ -29,7 +29,11 @@ fn found(agent: &Agent, pipeline: &Pipeline, engines: &[(u64, u64)]) -> Result<(
     agent.scrape_until(FOUND, |scrape| {
         scrape.sum("omnitap_pipeline_info", &model) > 0.0 && pids.iter().all(probed)
     })?;
-    ensure!(pids.iter().all(probed), "not all of {pids:?} are probed:\n{}", agent.log());
+    ensure!(
+        pids.iter().all(probed),
+        "not all of {pids:?} are probed:\n{}",
+        agent.log()
+    );
     Ok(())
 }
 
@@ -89,8 +93,16 @@ fn words_then_pictures() -> Result<()> {
         scrape.get("vllm_omni:peak_memory_mb", &[model, ("stage", "1")]),
         Some(1024.5)
     );
-    assert_eq!(scrape.sum("vllm_omni:image_count_total", &[model]), 6.0 + 2.0 * 3.0 + 2.0 * 2.0);
-    let served = |family| scrape.sum("omnitap_source_state", &[("family", family), ("source", "diffusion")]);
+    assert_eq!(
+        scrape.sum("vllm_omni:image_count_total", &[model]),
+        6.0 + 2.0 * 3.0 + 2.0 * 2.0
+    );
+    let served = |family| {
+        scrape.sum(
+            "omnitap_source_state",
+            &[("family", family), ("source", "diffusion")],
+        )
+    };
     assert!(served("vllm_omni:diffusion_exec_s") >= 1.0);
     assert!(served("vllm_omni:diffusion_forward_s") >= 1.0);
     // Nothing is open any more, and nothing waits.
@@ -134,7 +146,11 @@ fn two_replicas_of_one_stage_and_one_that_dies() -> Result<()> {
     let model = ("model_name", name.as_str());
     for replica in ["0", "1"] {
         let labels = [model, ("stage", "0"), ("replica", replica)];
-        assert_eq!(scrape.sum("vllm_omni:diffusion_exec_s_count", &labels), 4.0, "{replica}");
+        assert_eq!(
+            scrape.sum("vllm_omni:diffusion_exec_s_count", &labels),
+            4.0,
+            "{replica}"
+        );
     }
     pipeline.play()?;
     let scrape = agree(&agent, &pipeline)?;

@@ -66,6 +66,8 @@ enum Case {
     Omni,
     /// vLLM-Omni, two stages, its own statistics off
     OmniOff,
+    /// vLLM-Omni, a language model and a diffusion stage in a process of its own
+    Ardit,
 }
 
 impl Case {
@@ -75,6 +77,7 @@ impl Case {
             Self::VllmParallel => "vllm-parallel",
             Self::Omni => "omni",
             Self::OmniOff => "omni-off",
+            Self::Ardit => "ardit",
         }
     }
 
@@ -84,6 +87,7 @@ impl Case {
             Self::VllmParallel => Kind::Vllm { parallel: true },
             Self::Omni => Kind::Omni { log_stats: true },
             Self::OmniOff => Kind::Omni { log_stats: false },
+            Self::Ardit => Kind::Picture,
         }
     }
 }
@@ -140,7 +144,7 @@ struct Run {
 /// Runs the task.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let cases = if args.only.is_empty() {
-        vec![Case::Vllm, Case::VllmParallel, Case::Omni, Case::OmniOff]
+        Case::value_variants().to_vec()
     } else {
         args.only.clone()
     };

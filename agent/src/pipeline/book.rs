@@ -634,7 +634,8 @@ impl Book {
         if shared_lanes {
             return (request.parts.iter().position(pending), false);
         }
-        let bound = |part: &Part| part.is_unclaimed() && lane_of(part).is_some_and(|lane| lane.engine == engine);
+        let bound =
+            |part: &Part| part.is_unclaimed() && lane_of(part).is_some_and(|lane| lane.engine == engine);
         if let Some(bound) = request.parts.iter().position(bound) {
             return (Some(bound), false);
         }

@@ -81,11 +81,7 @@ impl PipelineState {
     ) {
         match message {
             Diffusion::Result(result) => {
-                self.diffusion_waiting(
-                    index,
-                    time_ns,
-                    result.metrics.and_then(|metrics| metrics.waiting),
-                );
+                self.diffusion_waiting(index, time_ns, result.metrics.and_then(|metrics| metrics.waiting));
                 if result.failed {
                     self.diffusion_failed(result.request_id, time_ns, environment, sink);
                 } else if !result.is_start {
@@ -155,7 +151,11 @@ impl PipelineState {
         sink: &mut S,
     ) {
         let Some(index) = self.book.find(id) else { return };
-        if self.book.request(index).is_some_and(|request| request.phase == Phase::Live) {
+        if self
+            .book
+            .request(index)
+            .is_some_and(|request| request.phase == Phase::Live)
+        {
             self.fail(index, Failure::StageError, time_ns, environment, sink);
         }
     }
@@ -274,7 +274,9 @@ impl Figures<'_> {
 
     /// What the engine reports of its own times; what it does not report gives no sample.
     fn times<S: Sink + ?Sized>(&self, steps: Option<u32>, scope: ScopeId, sink: &mut S) {
-        let Some(metrics) = self.result.metrics else { return };
+        let Some(metrics) = self.result.metrics else {
+            return;
+        };
         let seconds = |ms: Option<f64>| ms.map(|ms| ms / 1e3);
         let each_step = |value: Option<f64>| Some(value? / f64::from(steps?));
         let is_image = self.result.kind == Some(ResultKind::Image);

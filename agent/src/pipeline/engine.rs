@@ -867,7 +867,13 @@ fn lora_info<S: Sink + ?Sized>(
 
 /// Observes a duration or a count. Clocks and messages of other processes are not trusted to make it a sane one.
 /// Takes a sample unless it can't be one.
-pub(super) fn observe<S: Sink + ?Sized>(family: Family, scope: ScopeId, value: f64, times: u64, sink: &mut S) {
+pub(super) fn observe<S: Sink + ?Sized>(
+    family: Family,
+    scope: ScopeId,
+    value: f64,
+    times: u64,
+    sink: &mut S,
+) {
     if is_duration(value) {
         sink.observe(family, scope, ExtraId::NONE, value, times);
     } else {

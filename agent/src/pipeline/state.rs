@@ -213,7 +213,9 @@ impl PipelineState {
             .engines
             .iter()
             .filter(|(_, engine)| {
+                // A diffusion stage's place may be told anew while its pipeline starts: it waits for a first result.
                 engine.scope.is_none()
+                    && engine.is_llm
                     && (is_known || (!is_starting && now_ns.saturating_sub(engine.found_ns) >= settle_ns))
             })
             .map(|(index, _)| index)
@@ -603,7 +605,7 @@ impl PipelineState {
             }
             Message::Handshake => {
                 if let Some(engine) = self.engines.get_mut(index) {
-                    engine.is_starting = engine.scope.is_none();
+                    engine.is_starting = engine.is_llm && engine.scope.is_none();
                 }
             }
             Message::EngineDead => self.engine_died(index, time_ns, environment, sink),

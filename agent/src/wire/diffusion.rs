@@ -424,12 +424,15 @@ fn area(reader: &mut Reader<'_>, is_picture: bool) -> Result<u64, MsgpackError> 
         [batch, .., height, width] => &[batch, height, width],
         _ => &[0],
     };
-    Ok(factors.iter().fold(1, |product, factor| product.saturating_mul(*factor)))
+    Ok(factors
+        .iter()
+        .fold(1, |product, factor| product.saturating_mul(*factor)))
 }
 
 /// Where the last pairs of a result lie in a frame's tail, behind its images.
 pub(super) fn result_trailer(tail: &[u8]) -> Option<usize> {
-    trailer(tail, b"\xae_custom_output", b"error_type").or_else(|| trailer(tail, b"\xaepeak_memory_mb", b"error_type"))
+    trailer(tail, b"\xae_custom_output", b"error_type")
+        .or_else(|| trailer(tail, b"\xaepeak_memory_mb", b"error_type"))
 }
 
 /// Where the last pairs of a request lie in a frame's tail, behind a long prompt: those of its sampling parameters

@@ -125,7 +125,10 @@ const DIFFUSION_RESULT_KEYS: &[(&[u8], Rule)] = &[
         b"images",
         Each(&Keys(&[(b"__pil_image__", Keep), (b"shape", Keep)])),
     ),
-    (b"_custom_output", Keys(&[(b"_diffusion_request_lifecycle", Keep)])),
+    (
+        b"_custom_output",
+        Keys(&[(b"_diffusion_request_lifecycle", Keep)]),
+    ),
     (b"peak_memory_mb", Keep),
     // Whether there is one.
     (b"error", Blank),
