@@ -42,7 +42,7 @@ macro_rules! seen {
 
 /// The 36 documented families, in the order of the catalogue.
 pub static SEEN: &[Seen] = seen! {
-    OmniAudioContinuityOkTotal Real::In(OMNI), OMNI, Some("e2e_agent");
+    OmniAudioContinuityOkTotal Real::Not("slower than playback on the CPU"), NO_DATA, Some("e2e_agent");
     OmniAudioDurationS Real::In(OMNI), OMNI, Some("e2e_agent");
     OmniAudioFramesTotal Real::In(OMNI), OMNI, Some("e2e_agent");
     OmniAudioRtf Real::In(OMNI), OMNI, Some("e2e_agent");

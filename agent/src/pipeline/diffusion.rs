@@ -88,9 +88,11 @@ impl PipelineState {
                     self.diffusion_result(index, time_ns, result, environment, sink);
                 }
             }
-            Diffusion::Snapshot { waiting } => self.diffusion_waiting(index, time_ns, *waiting),
+            Diffusion::Snapshot { waiting } => {
+                self.diffusion_waiting(index, time_ns, *waiting, environment, sink);
+            }
             Diffusion::Error { request_id, waiting } => {
-                self.diffusion_waiting(index, time_ns, *waiting);
+                self.diffusion_waiting(index, time_ns, *waiting, environment, sink);
                 self.diffusion_failed(request_id, time_ns, environment, sink);
             }
             Diffusion::Add(_)
@@ -101,15 +103,24 @@ impl PipelineState {
         }
     }
 
-    fn diffusion_waiting(&mut self, index: usize, time_ns: u64, waiting: Option<u64>) {
-        if let Some(waiting) = waiting
-            && let Some(engine) = self.engines.get_mut(index)
-        {
-            engine.snapshot = Some(Snapshot {
-                time_ns,
-                waiting,
-                ..Snapshot::default()
-            });
+    fn diffusion_waiting<S: Sink + ?Sized>(
+        &mut self,
+        index: usize,
+        time_ns: u64,
+        waiting: Option<u64>,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        let (Some(waiting), Some(engine)) = (waiting, self.engines.get_mut(index)) else {
+            return;
+        };
+        engine.snapshot = Some(Snapshot {
+            time_ns,
+            waiting,
+            ..Snapshot::default()
+        });
+        if engine.scope.is_none() {
+            self.create_engine_scope(index, environment, sink);
         }
     }
 
