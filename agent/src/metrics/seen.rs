@@ -31,7 +31,7 @@ pub enum Real {
 
 const OMNI: &[&str] = &["omni", "omni-off"];
 const ALL: &[&str] = &["omni", "omni-off", "ardit"];
-const PROFILER: Real = Real::Not("the CPU pipeline has no profiler");
+const PROFILER: Real = Real::Not("the pipeline that runs on a CPU profiles neither");
 const NO_DATA: &[&str] = &[];
 
 macro_rules! seen {
@@ -53,7 +53,7 @@ pub static SEEN: &[Seen] = seen! {
     OmniDiffusionExecPerStepS Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
     OmniDiffusionExecS Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
     OmniDiffusionForwardS PROFILER, NO_DATA, Some("e2e_diffusion");
-    OmniDiffusionKvLoadS Real::Not("no KV data goes to the diffusion stage"), NO_DATA, Some("e2e_diffusion");
+    OmniDiffusionKvLoadS Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
     OmniDiffusionPostprocessS Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
     OmniDiffusionPreprocessS Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
     OmniE2eRequestLatencyS Real::In(ALL), ALL, Some("e2e_agent");

@@ -81,7 +81,8 @@ impl PipelineState {
     ) {
         match message {
             Diffusion::Result(result) => {
-                self.diffusion_waiting(index, time_ns, result.metrics.and_then(|metrics| metrics.waiting));
+                let waiting = result.metrics.and_then(|metrics| metrics.waiting);
+                self.diffusion_waiting(index, time_ns, waiting, environment, sink);
                 if result.failed {
                     self.diffusion_failed(result.request_id, time_ns, environment, sink);
                 } else if !result.is_start {

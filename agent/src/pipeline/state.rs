@@ -300,7 +300,10 @@ impl PipelineState {
         self.exchanges.engine_died_ns = Some(now_ns);
         if let Some(engine) = self.engines.get_mut(index) {
             // Of a diffusion stage, no figure at all would leave the last one standing.
-            engine.snapshot = engine.snapshot.filter(|_| !engine.is_llm).map(|_| Snapshot::default());
+            engine.snapshot = engine
+                .snapshot
+                .filter(|_| !engine.is_llm)
+                .map(|_| Snapshot::default());
         }
         let hit: Vec<u32> = self
             .book
