@@ -186,15 +186,19 @@ fn speech_request(i: usize) -> Request {
 }
 
 fn picture_request(i: usize) -> Request {
-    let body = json!({
+    let mut body = json!({
         "model": "picture",
         "prompt": format!("Picture {:02} {}", i % 100, "with more in it ".repeat(i % 4)),
         "n": 1 + i % 2,
         "num_inference_steps": 2 + i % 5,
         "seed": i,
     });
-    // Before a language model and a diffusion stage can have done their work.
-    let leave = (i % 6 == 5).then_some(Leave::Time(Duration::from_millis(150)));
+    let mut leave = None;
+    if i % 6 == 5 {
+        // At the language model, or while a long picture is made.
+        body["num_inference_steps"] = json!(80);
+        leave = Some(Leave::Time(Duration::from_millis(if i % 12 == 5 { 150 } else { 1500 })));
+    }
     Request {
         form: Form::Images,
         body,
