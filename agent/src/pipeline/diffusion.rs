@@ -15,7 +15,7 @@ use crate::{
     metrics::catalogue::Family,
     wire::{
         diffusion::{Diffusion, DiffusionAdd, DiffusionResult, ResultKind},
-        message::FinishReason,
+        message::{Add, FinishReason},
     },
 };
 
@@ -52,7 +52,15 @@ impl PipelineState {
     ) {
         let max_requests = environment.limits.max_requests;
         match self.book.add_diffusion(pid, socket, add, time_ns, max_requests) {
-            Ok(()) => self.book.bind_last_diffusion_lane(pid, &self.diffusion_engines()),
+            Ok(()) => {
+                self.book.bind_last_diffusion_lane(pid, &self.diffusion_engines());
+                // Where this is the first stage.
+                let request = Add {
+                    request_id: add.request_id,
+                    ..Add::default()
+                };
+                self.join_exchange(pid, &request, environment);
+            }
             Err(reason) => sink.skip(Family::OmniStageGenTimeS, reason),
         }
     }

@@ -197,7 +197,11 @@ fn picture_request(i: usize) -> Request {
     if i % 6 == 5 {
         // At the language model, or while a long picture is made.
         body["num_inference_steps"] = json!(80);
-        leave = Some(Leave::Time(Duration::from_millis(if i % 12 == 5 { 150 } else { 1500 })));
+        leave = Some(Leave::Time(Duration::from_millis(if i % 12 == 5 {
+            150
+        } else {
+            1500
+        })));
     }
     Request {
         form: Form::Images,
