@@ -61,7 +61,7 @@ pub(super) fn settle(mut roles: Vec<&mut Role>, known: &Known<'_>) {
             if let Some(stage) = *stage
                 && !known.is_headless
             {
-                *replica = (0..).find(|replica| !taken.contains(&(stage, *replica)));
+                *replica = (0..=u32::MAX).find(|replica| !taken.contains(&(stage, *replica)));
             }
         }
         taken.extend(stage.zip(*replica));

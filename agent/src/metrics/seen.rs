@@ -5,7 +5,7 @@
 
 use std::fmt::Write as _;
 
-use super::catalogue::Family::{self, *};
+use super::catalogue::Family;
 
 /// Where a family was not 0.
 #[derive(Clone, Copy, Debug)]
@@ -36,7 +36,7 @@ const NO_DATA: &[&str] = &[];
 
 macro_rules! seen {
     ($($family:ident $real:expr, $recorded:expr, $bundled:expr;)*) => {
-        &[$(Seen { family: $family, real: $real, recorded: $recorded, bundled: $bundled }),*]
+        &[$(Seen { family: Family::$family, real: $real, recorded: $recorded, bundled: $bundled }),*]
     };
 }
 

@@ -329,22 +329,19 @@ impl Figures<'_> {
 
     fn images<S: Sink + ?Sized>(&self, scope: ScopeId, sink: &mut S) {
         let none = ExtraId::NONE;
-        match self.result.images {
-            Some(images) => {
-                if images.count > 0 {
-                    let count = f64::from(images.count);
-                    sink.add(Family::OmniImageCountTotal, scope, none, count);
-                }
-                match images.pixels {
-                    Some(0) => {}
-                    Some(pixels) => observe(Family::OmniImagePixels, scope, as_f64(pixels), 1, sink),
-                    None => sink.skip(Family::OmniImagePixels, "frame_cut"),
-                }
+        if let Some(images) = self.result.images {
+            if images.count > 0 {
+                let count = f64::from(images.count);
+                sink.add(Family::OmniImageCountTotal, scope, none, count);
             }
-            None => {
-                sink.skip(Family::OmniImageCountTotal, "frame_cut");
-                sink.skip(Family::OmniImagePixels, "frame_cut");
+            match images.pixels {
+                Some(0) => {}
+                Some(pixels) => observe(Family::OmniImagePixels, scope, as_f64(pixels), 1, sink),
+                None => sink.skip(Family::OmniImagePixels, "frame_cut"),
             }
+        } else {
+            sink.skip(Family::OmniImageCountTotal, "frame_cut");
+            sink.skip(Family::OmniImagePixels, "frame_cut");
         }
         match (self.added_ns, self.share.first_image_ns) {
             (Some(added_ns), Some(first_ns)) => {

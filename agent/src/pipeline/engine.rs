@@ -140,8 +140,8 @@ pub(super) struct Engine {
     pub(super) is_llm: bool,
     /// Place of its stage among the pipeline's LLM stages.
     pub(super) rank: usize,
-    /// Its stage is the first of the pipeline, of any kind.
-    pub(super) is_first_stage: bool,
+    /// Stages of any kind before its own.
+    pub(super) stages_before: usize,
     pub(super) scope: Option<ScopeId>,
     /// When it was found.
     pub(super) found_ns: u64,
@@ -168,7 +168,7 @@ impl Engine {
             replica,
             is_llm,
             rank: 0,
-            is_first_stage: true,
+            stages_before: 0,
             scope: None,
             found_ns: now_ns,
             is_starting: false,
@@ -357,7 +357,7 @@ impl Engine {
                 request,
                 index,
                 self.rank,
-                self.is_first_stage,
+                self.stages_before == 0,
                 is_first,
                 context.shared_lanes(),
             );
@@ -866,7 +866,6 @@ fn lora_info<S: Sink + ?Sized>(
 }
 
 /// Observes a duration or a count. Clocks and messages of other processes are not trusted to make it a sane one.
-/// Takes a sample unless it can't be one.
 pub(super) fn observe<S: Sink + ?Sized>(
     family: Family,
     scope: ScopeId,

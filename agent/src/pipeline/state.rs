@@ -169,11 +169,13 @@ impl PipelineState {
         let (llm, diffusion) = (stages(true), stages(false));
         self.last_stage = llm.last().max(diffusion.last()).copied();
         self.book.llm_stages = llm.len();
-        let first_stage = llm.first().into_iter().chain(diffusion.first()).min().copied();
+        let mut all = [llm.as_slice(), diffusion.as_slice()].concat();
+        all.sort_unstable();
+        all.dedup();
         for (_, engine) in &mut self.engines {
             let stage = engine.stage.unwrap_or(u32::MAX);
             engine.rank = llm.binary_search(&stage).unwrap_or(0);
-            engine.is_first_stage = Some(stage) == first_stage;
+            engine.stages_before = all.binary_search(&stage).unwrap_or(0);
         }
     }
 
@@ -680,7 +682,7 @@ impl PipelineState {
             .engines
             .get(usize::from(engine))
             .map_or((true, true, None), |engine| {
-                (engine.is_first_stage, engine.is_llm, engine.scope)
+                (engine.stages_before == 0, engine.is_llm, engine.scope)
             });
         if is_first_stage {
             request.from_first_stage |= is_added;

@@ -119,7 +119,7 @@ pub(super) fn is_message(mut reader: Reader<'_>) -> bool {
 }
 
 /// Decodes a message. `None`: its type is not known.
-pub fn message<'a>(payload: Payload<'a>) -> Result<Option<Seen<Diffusion<'a>>>, WireError> {
+pub fn message(payload: Payload<'_>) -> Result<Option<Seen<Diffusion<'_>>>, WireError> {
     let mut fields = Fields::default();
     let mut reader = payload.reader();
     let read = each_pair(&mut reader, |key, reader| fields.take(key, reader));
@@ -417,10 +417,8 @@ fn area(reader: &mut Reader<'_>, is_picture: bool) -> Result<u64, MsgpackError> 
     let dimensions = dimensions.get(..count as usize).unwrap_or_default();
     let factors: &[u64] = match *dimensions {
         [height, width, ..] if is_picture => &[height, width],
-        [height, width] => &[height, width],
-        [first, height, width] if is_channels(first) => &[height, width],
-        [height, width, last] if is_channels(last) => &[height, width],
-        [_, height, width] => &[height, width],
+        [height, width, last] if is_channels(last) && !is_channels(height) => &[height, width],
+        [height, width] | [_, height, width] => &[height, width],
         [batch, .., height, width] => &[batch, height, width],
         _ => &[0],
     };

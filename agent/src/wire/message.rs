@@ -6,10 +6,6 @@
 use super::{control::Control, diffusion::Diffusion};
 
 /// A decoded payload frame.
-#[expect(
-    clippy::large_enum_variant,
-    reason = "nearly all messages are of the largest variant"
-)]
 #[derive(Clone, Debug, PartialEq)]
 pub enum Message<'a> {
     /// Engine -> API: outputs of one step, and statistics.
