@@ -201,6 +201,11 @@ settings! {
     /// Names for models that can't be told from a command line, as `PATTERN=NAME`: the first pattern that is part of the
     /// title or command line of a pipeline's root process, or of its parent's, gives `model_name`.
     model_names: Vec<ModelName> = "host.model-name", [];
+    /// Where diffusion stages stand that run in processes of their own, as `PATTERN=STAGE/REPLICA`: the first pattern that
+    /// is part of the command line of a pipeline's root process gives stage and replica of its diffusion processes, in
+    /// the order of their start, separated by colons (`PATTERN=1/0:1/1`). Without it they are told by elimination and
+    /// that order.
+    diffusion_stages: Vec<DiffusionStages> = "host.diffusion-stage", [];
     /// Whether GPUs are looked at, by NVIDIA's management library (NVML). It is open only while a watched process uses a
     /// GPU.
     gpu: bool = "gpu.enabled", ["true"];
@@ -214,11 +219,6 @@ settings! {
     engine_metrics: EngineMetrics = "engine-metrics", ["fill"];
     /// Pause between two reads of an engine's own `/metrics`.
     engine_interval: Duration = "engine-metrics.interval", ["15s"], "1s"..="10m";
-    /// Where diffusion stages stand that run in processes of their own, as `PATTERN=STAGE/REPLICA`: the first pattern that
-    /// is part of the command line of a pipeline's root process gives stage and replica of its diffusion processes, in
-    /// the order of their start, separated by colons (`PATTERN=1/0:1/1`). Without it they are told by elimination and
-    /// that order.
-    diffusion_stages: Vec<DiffusionStages> = "host.diffusion-stage", [];
     /// How long a request that left its stage waits for a next one before it counts as complete.
     grace: Duration = "pipeline.grace-time", ["2s"], "0s"..="10m";
     /// Which source serves a family when several have it, the first of those that give samples: `stat_socket` (events

@@ -229,7 +229,11 @@ fn attended(case: Case, args: &Args, agent: Option<&Path>, server: &Server, fold
     let server_before = load::get(&server.metrics())?;
     keep("server-before.txt", &server_before)?;
     let mut watcher = agent
-        .map(|program| Agent::start(program, server.process.pid(), &folder.join("agent.log"), &[]))
+        .map(|program| {
+            // What it reads from the server's own page would agree with it.
+            let flags = ["--engine-metrics=off"];
+            Agent::start(program, server.process.pid(), &folder.join("agent.log"), &flags)
+        })
         .transpose()?;
     let recorder = match (agent, args.record) {
         (Some(program), true) => Some(agent::record(
