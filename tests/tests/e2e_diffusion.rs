@@ -158,3 +158,38 @@ fn two_replicas_of_one_stage_and_one_that_dies() -> Result<()> {
     assert_eq!(scrape.sum("vllm_omni:requests_failed_total", &failed), 4.0);
     pipeline.stop()
 }
+
+#[test]
+fn what_waits_in_a_diffusion_stages_scheduler() -> Result<()> {
+    let Some(_turn) = omnitap_tests::privileged()? else {
+        return Ok(());
+    };
+    // One at a time, two seconds each: with its result the first one says that two of the others wait.
+    let picture = json!({"picture": {"steps": 40, "step_ms": 50}});
+    let scenario = json!({
+        "stages": [{"kind": "ar", "step_ms": 15}, {"kind": "diffusion", "max_num_seqs": 1}],
+        "phases": [{"requests": [{"repeat": 4, "stages": [words(), picture]}]}]
+    });
+    let mut pipeline = Pipeline::start(Options::omni("waiting"), &scenario)?;
+    let agent = Agent::start(&[])?;
+    found(&agent, &pipeline, &[(0, 0), (1, 0)])?;
+    pipeline.go()?;
+    let name = pipeline.options().model.clone();
+    let values = |scrape: &Scrape| {
+        let gauge = |family: &str, labels: &[(&str, &str)]| {
+            let model = [("model_name", name.as_str())];
+            scrape.get(family, &[&model, labels].concat())
+        };
+        [
+            gauge("vllm_omni:stage_waiting_requests", &[("stage", "1")]),
+            gauge("vllm_omni:num_requests_waiting", &[]),
+            gauge("vllm_omni:num_requests_running", &[]),
+        ]
+    };
+    let want = [Some(2.0), Some(2.0), Some(1.0)];
+    let scrape = agent.scrape_until(Duration::from_secs(8), |scrape| values(scrape) == want)?;
+    assert_eq!(values(&scrape), want);
+    pipeline.ended()?;
+    agree(&agent, &pipeline)?;
+    pipeline.stop()
+}
