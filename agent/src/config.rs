@@ -29,7 +29,8 @@ use serde_saphyr::{Location, Spanned};
 
 use self::values::Value;
 pub use self::values::{
-    EngineMetrics, FilePath, GroupName, ListenAddress, LogFormat, LogLevel, Mode, ModelName, Size, SocketPath,
+    DiffusionStages, EngineMetrics, FilePath, GroupName, ListenAddress, LogFormat, LogLevel, Mode, ModelName,
+    Size, SocketPath,
 };
 use crate::metrics::merge::{FamilyOrder, Order};
 
@@ -201,6 +202,11 @@ settings! {
     /// Names for models that can't be told from a command line, as `PATTERN=NAME`: the first pattern that is part of the
     /// title or command line of a pipeline's root process, or of its parent's, gives `model_name`.
     model_names: Vec<ModelName> = "host.model-name", [];
+    /// Where diffusion stages stand that run in processes of their own, as `PATTERN=STAGE/REPLICA`: the first pattern that
+    /// is part of the command line of a pipeline's root process gives stage and replica of its diffusion processes, in
+    /// the order of their start, separated by colons (`PATTERN=1/0:1/1`). Without it they are told by elimination and
+    /// that order.
+    diffusion_stages: Vec<DiffusionStages> = "host.diffusion-stage", [];
     /// Whether GPUs are looked at, by NVIDIA's management library (NVML). It is open only while a watched process uses a
     /// GPU.
     gpu: bool = "gpu.enabled", ["true"];

@@ -203,6 +203,11 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
             http: config.http,
             host: HostSettings {
                 scan_interval: config.scan_interval,
+                diffusion_stages: config
+                    .diffusion_stages
+                    .iter()
+                    .map(|stages| stages.0.clone())
+                    .collect(),
                 ..HostSettings::default()
             },
             gpu: gpu_settings(config),

@@ -113,6 +113,7 @@ fn the_printed_form_is_a_file_that_gives_the_same() {
         "--tap.bpf-stats",
         "--tap.ring-buffer=300000",
         "--host.model-name=--port=8001=org/model \"x\"",
+        "--host.diffusion-stage=--port=8001=1/0:1/1",
         "--pipeline.grace-time=1500ms",
     ])
     .unwrap();
@@ -178,6 +179,17 @@ fn addresses_that_are_none(#[case] address: &str, #[case] wanted: &str) {
         error.starts_with("flag --web.listen-address: web.listen-address: ") && error.contains(wanted),
         "{error}"
     );
+}
+
+#[rstest]
+#[case::no_places("serve m")]
+#[case::no_pattern("=1/0")]
+#[case::no_replica("serve m=1")]
+#[case::no_number("serve m=1/a")]
+#[case::nothing_behind_a_colon("serve m=1/0:")]
+fn places_of_diffusion_stages_that_are_none(#[case] text: &str) {
+    let error = error(&["--host.diffusion-stage", text]);
+    assert!(error.contains("not of the form PATTERN=STAGE/REPLICA"), "{error}");
 }
 
 #[rstest]

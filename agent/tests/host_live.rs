@@ -299,8 +299,8 @@ fn a_child_with_sockets_and_no_title_is_a_diffusion_stage() {
     assert_eq!(role(&host, child), None);
     tree.tell("a sockets");
     let stage = Role::DiffusionStage {
-        stage: None,
-        replica: None,
+        stage: Some(0),
+        replica: Some(0),
     };
     scan_until(&mut host, |host| role(host, child) == Some(stage));
 }

@@ -8,7 +8,10 @@ use omnitap::{
     host::identity::{Flavor, PipelineId, Role},
     metrics::catalogue::Family,
     pipeline::tracker::Limits,
-    wire::message::{Add, Audio, FinishReason, Message, Output, OutputKind, SchedulerStats},
+    wire::{
+        diffusion::{Diffusion, DiffusionAdd, DiffusionMetrics, DiffusionResult, Images, ResultKind},
+        message::{Add, Audio, FinishReason, Message, Output, OutputKind, SchedulerStats},
+    },
 };
 use pipeline_support::{API, Play, add, engine, frame};
 use proptest::prelude::*;
@@ -16,6 +19,16 @@ use proptest::prelude::*;
 const STAGES: u32 = 3;
 const REQUESTS: usize = 8;
 const MAX_REQUESTS: usize = 6;
+/// Replicas of the diffusion stage behind the LLM stages: their processes, and the API server's sockets to them.
+const PICTURES: [u32; 2] = [300, 301];
+const LANES: [u64; 2] = [70, 71];
+
+fn picture_role(replica: usize) -> Role {
+    Role::DiffusionStage {
+        stage: Some(STAGES),
+        replica: u32::try_from(replica).ok(),
+    }
+}
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -57,10 +70,126 @@ enum Step {
         stage: u32,
     },
     RestartApi,
+    Picture {
+        request: usize,
+        replica: usize,
+        what: Picture,
+    },
     Tick,
     Wait {
         ms: u64,
     },
+}
+
+/// What happens at a replica of the diffusion stage.
+#[derive(Clone, Debug)]
+enum Picture {
+    Add {
+        steps: Option<u32>,
+    },
+    Abort,
+    Result {
+        finished: Option<bool>,
+        is_start: bool,
+        failed: bool,
+        images: Option<u32>,
+        ms: Option<f64>,
+        waiting: u64,
+    },
+    Error,
+    Snapshot {
+        waiting: u64,
+    },
+    Dead,
+    Restart,
+}
+
+fn picture() -> impl Strategy<Value = Picture> {
+    let result = (
+        prop::option::weighted(0.9, prop::bool::weighted(0.8)),
+        prop::bool::weighted(0.1),
+        prop::bool::weighted(0.1),
+        prop::option::of(0_u32..4),
+        prop::option::of(prop::num::f64::ANY),
+        any::<u64>(),
+    );
+    prop_oneof![
+        4 => prop::option::of(0_u32..50).prop_map(|steps| Picture::Add { steps }),
+        1 => Just(Picture::Abort),
+        5 => result.prop_map(|(finished, is_start, failed, images, ms, waiting)| Picture::Result {
+            finished, is_start, failed, images, ms, waiting,
+        }),
+        1 => Just(Picture::Error),
+        1 => any::<u64>().prop_map(|waiting| Picture::Snapshot { waiting }),
+        1 => Just(Picture::Dead),
+        1 => Just(Picture::Restart),
+    ]
+}
+
+fn show(play: &mut Play, names: &mut Names, now: u64, (request, replica): (usize, usize), what: &Picture) {
+    let (pid, lane) = (PICTURES[replica], LANES[replica]);
+    let id = names.names[request].clone();
+    let say = |play: &mut Play, message| play.send(now, pid, &Message::Diffusion(message));
+    let ask = |play: &mut Play, message| play.send_on(now, API, lane, &Message::Diffusion(message));
+    match *what {
+        Picture::Add { steps } => {
+            let add = DiffusionAdd {
+                request_id: &id,
+                steps,
+            };
+            ask(play, Diffusion::Add(add));
+        }
+        Picture::Abort => {
+            ask(play, Diffusion::Abort(vec![&id]));
+            names.renew(request);
+        }
+        Picture::Result {
+            finished,
+            is_start,
+            failed,
+            images,
+            ms,
+            waiting,
+        } => {
+            let result = DiffusionResult {
+                request_id: &id,
+                finished,
+                is_start,
+                failed,
+                kind: images.map(|_| ResultKind::Image),
+                images: images.map(|count| Images {
+                    count,
+                    pixels: Some(u64::from(count) * 4096),
+                }),
+                metrics: images.map(|_| DiffusionMetrics {
+                    exec_ms: ms,
+                    queue_wait_ms: ms,
+                    waiting: Some(waiting),
+                    ..DiffusionMetrics::default()
+                }),
+                peak_memory_mb: ms,
+            };
+            say(play, Diffusion::Result(result));
+        }
+        Picture::Error => say(
+            play,
+            Diffusion::Error {
+                request_id: &id,
+                waiting: None,
+            },
+        ),
+        Picture::Snapshot { waiting } => say(
+            play,
+            Diffusion::Snapshot {
+                waiting: Some(waiting),
+            },
+        ),
+        Picture::Dead => play.send(now, pid, &Message::EngineDead),
+        Picture::Restart => {
+            play.stop(now, pid);
+            play.start(pid, picture_role(replica));
+        }
+    }
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -97,7 +226,9 @@ fn step() -> impl Strategy<Value = Step> {
                 }
             ),
         1 => (request.clone(), stage.clone()).prop_map(|(request, stage)| Step::Finished { request, stage }),
-        2 => (request, stage.clone()).prop_map(|(request, stage)| Step::Abort { request, stage }),
+        2 => (request.clone(), stage.clone()).prop_map(|(request, stage)| Step::Abort { request, stage }),
+        8 => (request, 0..PICTURES.len(), picture())
+            .prop_map(|(request, replica, what)| Step::Picture { request, replica, what }),
         1 => (stage.clone(), 0_u64..9, 0_u64..9)
             .prop_map(|(stage, running, waiting)| Step::Stats { stage, running, waiting }),
         1 => stage.clone().prop_map(|stage| Step::Dead { stage }),
@@ -217,6 +348,11 @@ fn run(play: &mut Play, steps: &[Step]) {
                 play.stop(now, API);
                 play.start(API, Role::ApiServer);
             }
+            Step::Picture {
+                request,
+                replica,
+                what,
+            } => show(play, &mut names, now, (*request, *replica), what),
             Step::Tick => play.tick(now),
             Step::Wait { ms } => now += ms,
         }
@@ -241,6 +377,9 @@ proptest! {
         for stage in 0..STAGES {
             play.start_engine(stage, 0);
         }
+        for (replica, &pid) in PICTURES.iter().enumerate() {
+            play.start(pid, picture_role(replica));
+        }
         run(&mut play, &steps);
 
         let sink = &play.sink;
@@ -251,6 +390,11 @@ proptest! {
         prop_assert_eq!(play.tracker.open_requests(PipelineId(1)), 0);
         for family in [Family::OmniNumRequestsRunning, Family::OmniNumRequestsWaiting] {
             prop_assert_eq!(sink.gauge(family, (None, None), &[]).unwrap_or(0.0), 0.0);
+        }
+        for replica in 0..PICTURES.len() {
+            let at = (Some(STAGES), u32::try_from(replica).ok());
+            let waiting = sink.gauge(Family::OmniStageWaitingRequests, at, &[]);
+            prop_assert!(waiting.is_none_or(|waiting| waiting == 0.0), "{:?} still wait", waiting);
         }
         for stage in 0..STAGES {
             for family in [

@@ -342,29 +342,6 @@ fn a_guiding_companion_is_no_request_of_its_own() {
 }
 
 #[test]
-fn a_diffusion_stage_behind_the_last_seen_one_leaves_the_end_open() {
-    let mut play = Play::omni(1);
-    let role = Role::DiffusionStage {
-        stage: Some(1),
-        replica: Some(0),
-    };
-    play.start(300, role);
-    assert_eq!(play.sink.counter(Family::VllmGenerationTokensTotal, 1, &[]), 0.0);
-    play.add(0, 0, add("img", 0));
-    play.out(100, 0, vec![first("img"), last("img", FinishReason::Stop)]);
-    play.tick(10_000);
-    assert_eq!(play.sink.sum(Family::OmniRequestsSuccessTotal), 0.0);
-    assert_eq!(
-        play.sink.skips(Family::OmniE2eRequestLatencyS, "diffusion_stage"),
-        1
-    );
-    assert_eq!(
-        play.sink.counter(Family::VllmRequestSuccessTotal, 0, &["stop"]),
-        1.0
-    );
-}
-
-#[test]
 fn tokens_that_an_engine_reports_only_in_sum_are_counted_but_not_timed() {
     let mut play = Play::omni(2);
     play.add(0, 0, add("r", 0));

@@ -42,6 +42,7 @@ fn told(text: &str) -> String {
 #[case::plain_vllm("vllm")]
 #[case::speech_with_log_stats("omni")]
 #[case::speech_without_log_stats("omni-off")]
+#[case::words_then_pictures("ardit")]
 fn a_recording_of_a_real_server_gives_the_same_text(#[case] name: &str) {
     let text = replayed(name);
     assert_eq!(text, replayed(name), "a replay must not depend on when it runs");

@@ -65,9 +65,16 @@ fn label(decoder: &mut Decoder, part: &Frame<'_>) -> (FrameType, FrameResult) {
     FrameType::Coordinator,
     FrameResult::Ignored
 )]
-#[case::diffusion_result(
+#[case::diffusion_dead(STAGE, b"DIFFUSION_PROC_DEAD", FrameType::EngineDead, FrameResult::Decoded)]
+#[case::diffusion_result_of_nobody(
     STAGE,
     b"\x82\xa4type\xa6result\xa6output\x80",
+    FrameType::Diffusion,
+    FrameResult::Malformed
+)]
+#[case::diffusion_news_of_the_future(
+    STAGE,
+    b"\x81\xa4type\xa4news",
     FrameType::Diffusion,
     FrameResult::Ignored
 )]
@@ -75,7 +82,7 @@ fn label(decoder: &mut Decoder, part: &Frame<'_>) -> (FrameType, FrameResult) {
     Role::ApiServer,
     b"\x82\xa4type\xa5abort\xabrequest_ids\x90",
     FrameType::Diffusion,
-    FrameResult::Ignored
+    FrameResult::Decoded
 )]
 #[case::wake_up(STAGE, b"\x00", FrameType::Signal, FrameResult::Ignored)]
 #[case::subscription(Role::ApiServer, b"\x01", FrameType::Signal, FrameResult::Ignored)]

@@ -22,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 import connector
+import diffusion
 import engine
 import lifetime
 import scenario as sc
@@ -72,6 +73,26 @@ class Client:
                 socket.close()
 
 
+class PictureClient(Client):
+    """The socket pair toward one diffusion stage."""
+
+    def bind(self, context: zmq.asyncio.Context) -> None:
+        """Binds both sockets."""
+        self.push = context.socket(zmq.PUSH)
+        self.pull = context.socket(zmq.PULL)
+        for socket, address in ((self.push, self.input), (self.pull, self.output)):
+            socket.linger = 0
+            socket.bind(address)
+
+    async def ready(self, engines: int) -> None:
+        """A diffusion stage says nothing of itself."""
+
+    def close(self) -> None:
+        """Closes both sockets."""
+        self.push.close()
+        self.pull.close()
+
+
 class Launcher:
     """Starts engines and answers their handshake."""
 
@@ -83,13 +104,17 @@ class Launcher:
 
     def spawn(self, stage: int, replica: int, rank: int, handshake: str) -> None:
         """Starts the process of one engine."""
-        if self.scenario.flavor == "omni":
+        is_diffusion = self.scenario.stages[stage].kind == "diffusion"
+        if is_diffusion:
+            title = ""
+        elif self.scenario.flavor == "omni":
             title = f"VLLM::StageEngineCoreProc_stage{stage}_replica{replica}_DP0"
         else:
             title = "VLLM::EngineCore" + (f"_DP{rank}" if self.scenario.data_parallel > 1 else "")
         times = f"{self.log}.hops-{stage}-{replica}" if self.log else None
-        part = engine.Part(stage, replica, title, rank, handshake, times)
-        process = SPAWN.Process(target=engine.main, args=(sc.to_json(self.scenario), msgspec.to_builtins(part)))
+        part = wire.Part(stage, replica, title, rank, handshake, times)
+        target = diffusion.main if is_diffusion else engine.main
+        process = SPAWN.Process(target=target, args=(sc.to_json(self.scenario), msgspec.to_builtins(part)))
         process.start()
         self.processes[(stage, replica)] = process
         say(event="engine", stage=stage, replica=replica, pid=process.pid)
@@ -154,7 +179,28 @@ class Orchestrator:
         """Takes engines into service and reads what they send."""
         for stage, replica, rank in engines:
             self.engines[(stage, replica)] = (client, rank)
+        if isinstance(client, PictureClient):
+            stage, replica, _ = engines[0]
+            return asyncio.ensure_future(self._read_pictures(client, stage, replica))
         return asyncio.ensure_future(self._read(client, engines))
+
+    async def _read_pictures(self, client: PictureClient, stage: int, replica: int) -> None:
+        while True:
+            frame = await client.pull.recv()
+            self.frames += 1
+            if frame == diffusion.DEAD:
+                await self.lose(stage, replica, client)
+                return
+            message = msgspec.msgpack.decode(frame)
+            output = message.get("output") or message
+            request = self.requests.get(output.get("request_id"))
+            if request is None or stage not in request.stages or request.stages[stage].finished:
+                continue
+            if message["type"] == "result":
+                self.truth.picture(request, stage, output)
+                await self._go_on(request, stage, "stop")
+            elif message["type"] == "error":
+                await self._go_on(request, stage, "error")
 
     async def _read(self, client: Client, engines: list[tuple[int, int, int]]) -> None:
         by_rank = {rank: (stage, replica) for stage, replica, rank in engines}
@@ -186,10 +232,13 @@ class Orchestrator:
 
     async def _finish(self, request: truth.Request, stage: int, reason: str) -> None:
         self.truth.finished(request, stage, reason)
+        await self._go_on(request, stage, reason)
+
+    async def _go_on(self, request: truth.Request, stage: int, reason: str) -> None:
         last = len(self.scenario.stages) - 1
         if reason == "error":
             self.truth.failed(request, "stage_error")
-        elif stage < last and self.scenario.forward == "finished":
+        elif stage < last and self._goes_on_when_finished(stage + 1):
             await self._submit(request, stage + 1)
             return
         elif stage == last:
@@ -197,6 +246,9 @@ class Orchestrator:
         if request.over:
             await self._abort_rest(request)
             self._forget(request)
+
+    def _goes_on_when_finished(self, stage: int) -> bool:
+        return self.scenario.forward == "finished" or self.scenario.stages[stage].kind == "diffusion"
 
     async def _submit(self, request: truth.Request, stage: int) -> None:
         phase, index = sc.position(request.id)
@@ -210,6 +262,12 @@ class Orchestrator:
         replica = replicas[self.turn[stage] % len(replicas)]
         self.turn[stage] += 1
         client, rank = self.engines[(stage, replica)]
+        if isinstance(client, PictureClient):
+            steps = work.picture.steps
+            at = truth.AtStage(replica, request.arrival, time.monotonic(), None, 0, steps=steps)
+            request.stages[stage] = at
+            await self._send_picture(client, diffusion.request(request.id, steps))
+            return
         max_tokens = self.scenario.phases[phase].requests[index].max_tokens
         kind = wire.OutputKind.DELTA if request.stream else wire.OutputKind.FINAL_ONLY
         params = wire.SamplingParams(
@@ -243,6 +301,8 @@ class Orchestrator:
             self.ids.append(request.id)
         stages = len(self.scenario.stages) if self.scenario.forward == "prewarm" else 1
         for stage in range(stages):
+            if stage > 0 and self._goes_on_when_finished(stage):
+                break
             # An engine may be lost in between. A later stage would wait for its payloads for ever.
             if not request.over:
                 await self._submit(request, stage)
@@ -257,12 +317,19 @@ class Orchestrator:
         for stage, at in request.stages.items():
             if not at.finished and (stage, at.replica) in self.engines:
                 client, rank = self.engines[(stage, at.replica)]
-                await self._send(client, rank, wire.ABORT, [request.id])
+                if isinstance(client, PictureClient):
+                    await self._send_picture(client, diffusion.abort([request.id]))
+                else:
+                    await self._send(client, rank, wire.ABORT, [request.id])
 
     async def _send(self, client: Client, rank: int, tag: bytes, message: Any) -> None:
         frames = self.encoder.encode(message)
         self.frames += 2 + len(frames)
         await client.send(rank, tag, frames)
+
+    async def _send_picture(self, client: PictureClient, message: bytes) -> None:
+        self.frames += 1
+        await client.push.send(message)
 
     def _forget(self, request: truth.Request) -> None:
         self.requests.pop(request.id, None)
@@ -389,7 +456,8 @@ class Api:
         self.readers.append(orchestrator.attach(client, ranks))
 
     async def _start_replica(self, orchestrator: Orchestrator, stage: int, replica: int) -> None:
-        client = Client(self.folder)
+        kind = PictureClient if self.scenario.stages[stage].kind == "diffusion" else Client
+        client = kind(self.folder)
         client.bind(zmq.asyncio.Context.instance())
         await self.launcher.start([(stage, replica, 0)], [client], None)
         await client.ready(1)

@@ -23,19 +23,6 @@ import wire
 COORDINATOR = -1
 
 
-class Part(msgspec.Struct):
-    """Which engine this is."""
-
-    stage: int
-    replica: int
-    title: str
-    # Data-parallel rank: the ZMQ identity.
-    rank: int
-    handshake: str
-    # Where the times of its transfers go.
-    times: str | None
-
-
 class Running:
     """A request inside the scheduler."""
 
@@ -59,7 +46,7 @@ class Running:
 class Engine:
     """Scheduler and sockets of one engine."""
 
-    def __init__(self, scenario: sc.Scenario, part: Part) -> None:
+    def __init__(self, scenario: sc.Scenario, part: wire.Part) -> None:
         self.scenario = scenario
         self.part = part
         self.stage = scenario.stages[part.stage]
@@ -372,7 +359,7 @@ class Engine:
 def main(scenario: Any, part: Any) -> None:
     """Entry point of the process."""
     lifetime.end_with_parent()
-    part = msgspec.convert(part, Part)
+    part = msgspec.convert(part, wire.Part)
     setproctitle.setproctitle(part.title)
     engine = Engine(msgspec.convert(scenario, sc.Scenario), part)
 

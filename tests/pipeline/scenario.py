@@ -30,6 +30,24 @@ class Payload(msgspec.Struct, forbid_unknown_fields=True):
     foreign: bool = False
 
 
+class Picture(msgspec.Struct, forbid_unknown_fields=True):
+    """What a diffusion stage makes, and what it reports of it."""
+
+    width: int = 64
+    height: int = 64
+    count: int = 1
+    # "image" or "video".
+    kind: str = "image"
+    steps: int = 4
+    step_ms: float = 20.0
+    preprocess_ms: float = 0.0
+    postprocess_ms: float = 2.0
+    # Timings that only the pipeline profiler gives.
+    profile: bool = False
+    kv_recv_ms: float = 0.0
+    peak_memory_mb: float = 1024.5
+
+
 class Work(msgspec.Struct, forbid_unknown_fields=True):
     """What one stage does for one request."""
 
@@ -56,6 +74,8 @@ class Work(msgspec.Struct, forbid_unknown_fields=True):
     # One goes to the next stage with each output, what is left with the last. The next stage makes as many outputs as
     # it has payloads, and its last one when it has all.
     payloads: list[Payload] = []
+    # In a diffusion stage, in place of tokens; `stall_at` and `error_at` then count steps.
+    picture: Picture | None = None
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -97,7 +117,8 @@ class Phase(msgspec.Struct, forbid_unknown_fields=True):
 class Stage(msgspec.Struct, forbid_unknown_fields=True):
     """A stage and how it works."""
 
-    # "ar" (autoregressive, answers aborts with an output) or "generation" (does not).
+    # "ar" (autoregressive, answers aborts with an output), "generation" (does not), or "diffusion", which is given a
+    # request when the stage before has finished.
     kind: str = "ar"
     replicas: int = 1
     step_ms: float = 20.0
@@ -133,6 +154,9 @@ def load(path: str) -> Scenario:
         for request in phase.requests:
             if len(request.stages) != len(scenario.stages):
                 raise ValueError(f"{path}: a request has one entry in `stages` for each stage")
+            for stage, work in zip(scenario.stages, request.stages, strict=True):
+                if stage.kind == "diffusion" and work.picture is None:
+                    work.picture = Picture()
             if request.stages[-1].payloads:
                 raise ValueError(f"{path}: the last stage has nobody to hand payloads to")
     return scenario

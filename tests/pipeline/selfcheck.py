@@ -9,6 +9,9 @@ import sys
 import tempfile
 import unittest
 
+import msgspec
+
+import diffusion
 import scenario as sc
 import wire
 
@@ -50,6 +53,28 @@ class Frames(unittest.TestCase):
     def test_element_counts(self) -> None:
         for kind, count in ((wire.Request, 21), (wire.OmniRequest, 24), (wire.Output, 17), (wire.OmniOutput, 22)):
             self.assertEqual(len(kind.__struct_fields__), count)
+
+    def test_diffusion_results_have_the_keys_of_real_ones(self) -> None:
+        path = os.path.join(HERE, "../frames/diffusion.jsonl")
+        with open(path, encoding="utf-8") as file:
+            frames = {row["name"]: row["parts"] for row in map(json.loads, file)}
+
+        def decode(name: str) -> dict:
+            parts = (bytes.fromhex(part) if isinstance(part, str) else bytes(part) for part in frames[name])
+            return msgspec.msgpack.decode(b"".join(parts))
+
+        def keys(message: dict) -> list:
+            return [(key, keys(value) if key in ("output", "metrics") else None) for key, value in message.items()]
+
+        metrics = decode("result with profile")["output"]["metrics"]
+        ours = msgspec.msgpack.decode(diffusion.result("r", sc.Picture(), metrics))
+        self.assertEqual(keys(ours), keys(decode("result with profile")))
+        ours = msgspec.msgpack.decode(diffusion.request("r", 4))
+        real = decode("request")
+        self.assertEqual(list(ours), list(real))
+        self.assertLessEqual(ours["sampling_params"].keys(), real["sampling_params"].keys())
+        ours = msgspec.msgpack.decode(diffusion.abort(["r"]))
+        self.assertEqual(list(ours), list(decode("abort")))
 
 
 class Run(unittest.TestCase):

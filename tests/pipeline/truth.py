@@ -62,6 +62,8 @@ class AtStage(msgspec.Struct):
     frames: int = 0
     rate: int = 24000
     chunks: list[tuple[float, int]] = []
+    # Denoising steps that a diffusion stage was asked for.
+    steps: int = 0
 
 
 class Request(msgspec.Struct):
@@ -176,13 +178,44 @@ class Truth:
             generation = at.last - at.submitted
             self.log.observe("vllm_omni:stage_gen_time_s", {"stage": stage, "stage_type": "llm"}, generation)
 
+    def picture(self, request: Request, stage: int, result: dict[str, Any]) -> None:
+        """The result of a diffusion stage."""
+        at = request.stages[stage]
+        at.finished = True
+        at.last = result["stage_durations"]["sent"]
+        generation = at.last - at.submitted
+        place = {"stage": stage, "replica": at.replica}
+        metrics = result["metrics"]
+        is_image = result["final_output_type"] == "image"
+
+        def seconds(family: str, key: str, divisor: float = 1, labels: dict[str, Any] = place) -> None:
+            if key in metrics:
+                self.log.observe(f"vllm_omni:{family}", labels, metrics[key] / 1000 / divisor)
+
+        self.log.observe("vllm_omni:stage_gen_time_s", {"stage": stage, "stage_type": "diffusion"}, generation)
+        self.log.observe("vllm_omni:num_inference_steps", {}, at.steps)
+        seconds("stage_in_queue_s", "scheduler_queue_wait_ms", labels={"stage": stage})
+        seconds("diffusion_exec_s", "diffusion_engine_exec_time_ms")
+        seconds("diffusion_exec_per_step_s", "diffusion_engine_exec_time_ms", at.steps)
+        seconds("diffusion_preprocess_s", "preprocess_time_ms")
+        seconds("diffusion_postprocess_s", "postprocess_time_ms")
+        seconds("vae_decode_s", "vae_decode_time_ms")
+        seconds("diffusion_forward_s", "forward_time_ms")
+        seconds("diffusion_kv_load_s", "kv_recv_time_ms")
+        if not is_image:
+            return
+        seconds("denoise_step_latency_s", "forward_time_ms", at.steps)
+        images = [image["shape"] for image in result["images"]]
+        self.log.add("vllm_omni:image_count_total", {}, len(images))
+        self.log.observe("vllm_omni:image_pixels", {}, sum(height * width for height, width, _ in images))
+        self.log.observe("vllm_omni:image_ttfp_s", place, generation)
+
     def complete(self, request: Request, reason: str) -> None:
         """The request has ended at its last stage, with a result."""
         request.over = True
         if not self.omni:
             return
         at = request.stages[self.last_stage]
-        generation = at.last - at.submitted
         self.log.add("vllm_omni:requests_success_total", {"finished_reason": reason})
         self.log.observe("vllm_omni:e2e_request_latency_s", {}, wall(at.last) - request.arrival)
         # Told once a request, when it is complete: what aborted requests made is in no sum of the pipeline.
@@ -196,6 +229,7 @@ class Truth:
             self.log.add("vllm_omni:audio_skipped_requests_total", labels | {"reason": "no_audio_data"})
             return
         duration = at.frames / at.rate
+        generation = at.last - at.submitted
         self.log.add("vllm_omni:audio_frames_total", labels, at.frames)
         self.log.observe("vllm_omni:audio_duration_s", labels, duration)
         self.log.observe("vllm_omni:audio_rtf", labels, generation / duration)

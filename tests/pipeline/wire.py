@@ -215,6 +215,20 @@ class Ready(msgspec.Struct, kw_only=True):
     supports_draft_weight_updates: bool = False
 
 
+class Part(msgspec.Struct):
+    """Which engine a process is, and how it finds the one that started it."""
+
+    stage: int
+    replica: int
+    # Empty: the process gives itself one.
+    title: str
+    # Data-parallel rank: the ZMQ identity.
+    rank: int
+    handshake: str
+    # Where the times of its transfers go.
+    times: str | None
+
+
 class Tensor:
     """Bytes with a type and a shape."""
 

@@ -1,6 +1,6 @@
 """Makes the tiny models of `cargo xtask real`: real architectures, toy sizes, random weights.
 
-usage: make_models.py llama|audex FOLDER
+usage: make_models.py llama|audex|picture FOLDER
 """
 
 import json
@@ -57,16 +57,11 @@ def llama(folder: pathlib.Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
 
 
-def audex(folder: pathlib.Path) -> None:
-    """A speech model of two parts, laid out as the pipeline `audex_tts` expects them."""
+def nemotron(language: pathlib.Path) -> None:
+    """The language model of Audex, which vLLM-Omni can run as a stage of any pipeline."""
     from safetensors.torch import save_file
-    from vllm_omni.model_executor.models.audex import speech_decoder
 
-    language = folder / "checkpoint_folder_audiogen"
-    decoder = folder / "audex_causal_speech_decoder"
     language.mkdir(parents=True, exist_ok=True)
-    decoder.mkdir(parents=True, exist_ok=True)
-
     tokenizer().save_pretrained(language)
     vocabulary, hidden, inner, heads, head = CODE_OFFSET + CODES, 64, 128, 2, 32
     config = NemotronConfig(
@@ -112,6 +107,15 @@ def audex(folder: pathlib.Path) -> None:
         weights[f"{prefix}post_attention_layernorm.weight"] = ones.clone()
     save_file(weights, language / "model.safetensors", metadata={"format": "pt"})
 
+
+def audex(folder: pathlib.Path) -> None:
+    """A speech model of two parts, laid out as the pipeline `audex_tts` expects them."""
+    from safetensors.torch import save_file
+    from vllm_omni.model_executor.models.audex import speech_decoder
+
+    nemotron(folder / "checkpoint_folder_audiogen")
+    decoder = folder / "audex_causal_speech_decoder"
+    decoder.mkdir(parents=True, exist_ok=True)
     shape = speech_decoder.AudexCausalSpeechDecoderConfig(
         hidden_dim=64, depth=2, heads=2, pos_meb_dim=32, hop_length=320, vq_dim=64
     )
@@ -127,5 +131,70 @@ def audex(folder: pathlib.Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "nemotron_labs_audex"}))
 
 
+def stable_diffusion(folder: pathlib.Path) -> None:
+    """Stable Diffusion 1 with all its parts, a few megabytes large."""
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    torch.manual_seed(0)
+    width = 32
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
+    files = folder.with_name(f"{folder.name}-tokenizer")
+    files.mkdir(parents=True, exist_ok=True)
+    (files / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
+    (files / "merges.txt").write_text("#version: 0.2\n")
+    tokens = CLIPTokenizer.from_pretrained(files, model_max_length=77)
+    shutil.rmtree(files)
+    text = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=width,
+            intermediate_size=width,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        )
+    )
+    denoiser = UNet2DConditionModel(
+        sample_size=width,
+        in_channels=4,
+        out_channels=4,
+        layers_per_block=1,
+        block_out_channels=(width, 2 * width),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=width,
+        norm_num_groups=8,
+    )
+    decoder = AutoencoderKL(
+        latent_channels=4,
+        block_out_channels=[width, 2 * width],
+        down_block_types=["DownEncoderBlock2D"] * 2,
+        up_block_types=["UpDecoderBlock2D"] * 2,
+        norm_num_groups=8,
+    )
+    StableDiffusionPipeline(
+        vae=decoder,
+        text_encoder=text,
+        tokenizer=tokens,
+        unet=denoiser,
+        scheduler=DDIMScheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(folder)
+
+
+def picture(folder: pathlib.Path) -> None:
+    """A language model and Stable Diffusion, as the plug-in's pipeline `tiny_picture` expects them."""
+    nemotron(folder / "words")
+    stable_diffusion(folder / "picture")
+    # Last: its presence says that the model is whole.
+    (folder / "config.json").write_text(json.dumps({"model_type": "tiny_picture", "architectures": ["TinyPicture"]}))
+
+
 if __name__ == "__main__":
-    {"llama": llama, "audex": audex}[sys.argv[1]](pathlib.Path(sys.argv[2]))
+    {"llama": llama, "audex": audex, "picture": picture}[sys.argv[1]](pathlib.Path(sys.argv[2]))

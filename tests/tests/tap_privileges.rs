@@ -20,7 +20,7 @@ fn two_capabilities_suffice() {
         }
         return;
     }
-    assert!(check::run(None).works());
+    assert!(check::run(None, None).works());
     let (tap, mut reader) = load(&Settings::default());
     let mut sender = Sender::pyzmq(None);
     let _attached = tap.attach(sender.key()).unwrap();
@@ -72,7 +72,7 @@ fn without_rights_the_report_says_so() {
         }
         return;
     }
-    let report = check::run(None);
+    let report = check::run(None, None);
     eprintln!("{report}");
     assert!(!report.works());
     let failed = |name: &str| {

@@ -1,4 +1,4 @@
-//! `cargo xtask demo`: the agent beside the bundled live pipeline, with a live table of the main families.
+//! `cargo xtask demo`: the agent beside two bundled live pipelines, with a live table of the main families.
 
 use std::{
     collections::BTreeSet,
@@ -25,6 +25,8 @@ use crate::{setup, test::PYTHON_PACKAGES};
 const PORT: u16 = 9477;
 const MODEL: &str = "demo/speech";
 const SERVED: &str = "speech";
+/// The second pipeline's model.
+const PICTURES: &str = "demo/pictures";
 
 /// Options of `cargo xtask demo`.
 #[derive(clap::Args)]
@@ -58,29 +60,23 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     // Not the release profile: this is about a quick start, and the agent is idle most of the time.
     setup::run(setup::cargo().args(["build", "--package", "omnitap"]))?;
 
-    eprintln!("xtask: starting the bundled pipeline (tests/pipeline) and the agent");
-    let scenario = std::fs::read_to_string(setup::root().join("tests/pipeline/scenarios/demo.json"))?;
-    let options = Options {
-        model: MODEL.to_owned(),
-        served: SERVED.to_owned(),
-        omni: true,
-        flags: Vec::new(),
-        truth: false,
-    };
-    let mut pipeline = Pipeline::start(options, &serde_json::from_str(&scenario)?)?;
+    eprintln!("xtask: starting the bundled pipelines (tests/pipeline) and the agent");
+    let mut speech = start("demo", MODEL, SERVED)?;
+    let mut pictures = start("pictures", PICTURES, "pictures")?;
     // Dropped at once: it only tells whether the port is free.
     let port = TcpListener::bind(("127.0.0.1", PORT))
         .or_else(|_| TcpListener::bind("127.0.0.1:0"))?
         .local_addr()?
         .port();
     let agent = Agent::start_on(port, "run", &[])?;
-    pipeline.go()?;
+    speech.go()?;
+    pictures.go()?;
 
     let shown = watch(&agent, args.time, &stop);
-    let ended = pipeline.stop();
+    let ended = speech.stop().and(pictures.stop());
     let (status, took) = agent.stop()?;
     eprintln!(
-        "xtask: pipeline and agent have ended (agent: {status}, {:.1} s)",
+        "xtask: pipelines and agent have ended (agent: {status}, {:.1} s)",
         took.as_secs_f64()
     );
     ended?;
@@ -90,6 +86,19 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         "the agent has not seen a single request"
     );
     Ok(())
+}
+
+/// Starts a pipeline on one of the scenarios.
+fn start(scenario: &str, model: &str, served: &str) -> Result<Pipeline> {
+    let path = setup::root().join(format!("tests/pipeline/scenarios/{scenario}.json"));
+    let options = Options {
+        model: model.to_owned(),
+        served: served.to_owned(),
+        omni: true,
+        flags: Vec::new(),
+        truth: false,
+    };
+    Pipeline::start(options, &serde_json::from_str(&std::fs::read_to_string(path)?)?)
 }
 
 /// Shows the table once a second until it is time to end; returns the number of finished requests.
@@ -284,6 +293,8 @@ impl View<'_> {
             row(self.transfers(&edge));
         }
         row(String::new());
+        row(self.pictures());
+        row(String::new());
         row(format!(
             "agent       frames {}  lost {}  CPU {}  memory {:.0} MiB  sample lines {}",
             self.scrape.sum("omnitap_events_received_total", &[]),
@@ -293,6 +304,35 @@ impl View<'_> {
             self.scrape.sum("omnitap_series", &[]),
         ));
         text
+    }
+
+    /// Lines of the second pipeline, whose last stage is a diffusion stage.
+    fn pictures(&self) -> String {
+        let labels = [("model_name", PICTURES)];
+        let sum = |name: &str| self.scrape.sum(name, &labels);
+        let p50 = |family: &str| {
+            self.scrape
+                .quantile(family, &labels, 0.5)
+                .map_or_else(|| "-".to_owned(), time)
+        };
+        let mean = |family: &str| {
+            let count = sum(&format!("{family}_count"));
+            sum(&format!("{family}_sum")) / count.max(1.0)
+        };
+        format!(
+            "pictures    made {}  waiting {}  mean steps {:.0}  mean megapixels {:.2}  peak memory {:.0} MB\n\
+             \x20           in queue p50 {}  execution p50 {}  a step p50 {}  VAE p50 {}  end to end p50 {}",
+            sum("vllm_omni:image_count_total"),
+            sum("vllm_omni:stage_waiting_requests"),
+            mean("vllm_omni:num_inference_steps"),
+            mean("vllm_omni:image_pixels") / 1e6,
+            sum("vllm_omni:peak_memory_mb"),
+            p50("vllm_omni:stage_in_queue_s"),
+            p50("vllm_omni:diffusion_exec_s"),
+            p50("vllm_omni:denoise_step_latency_s"),
+            p50("vllm_omni:vae_decode_s"),
+            p50("vllm_omni:e2e_request_latency_s"),
+        )
     }
 
     /// A line of the payloads between two stages.

@@ -68,6 +68,8 @@ enum Case {
     OmniOff,
     /// As omni, with the forwarder of stat events in it
     Forwarder,
+    /// vLLM-Omni, a language model and a diffusion stage in a process of its own
+    Ardit,
 }
 
 impl Case {
@@ -78,6 +80,7 @@ impl Case {
             Self::Omni => "omni",
             Self::OmniOff => "omni-off",
             Self::Forwarder => "forwarder",
+            Self::Ardit => "ardit",
         }
     }
 
@@ -87,6 +90,7 @@ impl Case {
             Self::VllmParallel => Kind::Vllm { parallel: true },
             Self::Omni | Self::Forwarder => Kind::Omni { log_stats: true },
             Self::OmniOff => Kind::Omni { log_stats: false },
+            Self::Ardit => Kind::Picture,
         }
     }
 }
@@ -143,13 +147,7 @@ struct Run {
 /// Runs the task.
 pub(crate) fn run(args: &Args) -> Result<()> {
     let cases = if args.only.is_empty() {
-        vec![
-            Case::Vllm,
-            Case::VllmParallel,
-            Case::Omni,
-            Case::OmniOff,
-            Case::Forwarder,
-        ]
+        Case::value_variants().to_vec()
     } else {
         args.only.clone()
     };
@@ -240,10 +238,11 @@ fn attended(case: Case, args: &Args, agent: Option<&Path>, server: &Server, fold
     let server_before = load::get(&server.metrics())?;
     keep("server-before.txt", &server_before)?;
     let socket = kit::stat_socket();
-    let flags = match case {
-        Case::Forwarder => vec!["--stat-socket.path", socket.to_str().context("odd path")?],
-        _ => Vec::new(),
-    };
+    // What the agent reads from the server's own page would agree with it.
+    let mut flags = vec!["--engine-metrics=off"];
+    if case == Case::Forwarder {
+        flags.extend(["--stat-socket.path", socket.to_str().context("odd path")?]);
+    }
     let mut watcher = agent
         .map(|program| Agent::start(program, server.process.pid(), &folder.join("agent.log"), &flags))
         .transpose()?;

@@ -8,7 +8,10 @@ use std::{
     time::Duration,
 };
 
-use crate::metrics::merge::{FamilyOrder, Order};
+use crate::{
+    host::diffusion::Given,
+    metrics::merge::{FamilyOrder, Order},
+};
 
 /// A type of setting. The texts are one for each time that the setting was given.
 pub(super) trait Value: Sized {
@@ -342,6 +345,45 @@ impl Single for Order {
 
 impl Single for FamilyOrder {
     const NAME: &'static str = "FAMILY=ORDER";
+}
+
+/// Where the diffusion stages of a pipeline stand.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiffusionStages(pub Given);
+
+impl FromStr for DiffusionStages {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let place = |text: &str| {
+            let (stage, replica) = text.split_once('/')?;
+            Some((stage.parse().ok()?, replica.parse().ok()?))
+        };
+        text.rsplit_once('=')
+            .filter(|(pattern, _)| !pattern.is_empty())
+            .and_then(|(pattern, places)| {
+                Some(Self(Given {
+                    pattern: pattern.to_owned(),
+                    places: places.split(':').map(place).collect::<Option<_>>()?,
+                }))
+            })
+            .ok_or("not of the form PATTERN=STAGE/REPLICA[:STAGE/REPLICA...]")
+    }
+}
+
+impl fmt::Display for DiffusionStages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Given { pattern, places } = &self.0;
+        let places: Vec<String> = places
+            .iter()
+            .map(|(stage, replica)| format!("{stage}/{replica}"))
+            .collect();
+        write!(f, "{pattern}={}", places.join(":"))
+    }
+}
+
+impl Single for DiffusionStages {
+    const NAME: &'static str = "PATTERN=STAGE/REPLICA";
 }
 
 /// The least severe level that is logged.

@@ -2,6 +2,7 @@
 
 pub mod connectors;
 pub mod container;
+pub mod diffusion;
 pub mod identity;
 pub mod pipelines;
 pub mod role;

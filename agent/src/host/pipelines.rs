@@ -12,6 +12,7 @@ use std::{
 };
 
 use super::{
+    diffusion::{self, Given, Known},
     identity::{Change, Container, Flavor, Pipeline, PipelineId, Process, ProcessKey, Role, Versions},
     role::{self, Hint, Serve},
 };
@@ -99,9 +100,19 @@ pub struct Table {
     pipelines: BTreeMap<PipelineId, Pipeline>,
     pending: BTreeSet<u32>,
     next_id: u32,
+    given: Vec<Given>,
 }
 
 impl Table {
+    /// An empty table; `given` are places of diffusion stages from the configuration.
+    #[must_use]
+    pub fn new(given: Vec<Given>) -> Self {
+        Self {
+            given,
+            ..Self::default()
+        }
+    }
+
     /// Takes a look at a process, new or known; returns whether it is a candidate for a role.
     pub fn see(&mut self, sighting: Sighting) -> bool {
         let pid = sighting.key.pid;
@@ -197,6 +208,7 @@ impl Table {
         let mut changes = ends(&self.processes, &self.pipelines, &members);
         for (id, mut members) in members {
             members.sort_by_key(|(seen, _)| (seen.sighting.key.start_ticks, seen.sighting.key.pid));
+            self.place_diffusion(id, &mut members, now);
             let was = self.pipelines.get(&id);
             let Some(mut pipeline) = describe(id, &members, was) else {
                 continue;
@@ -252,6 +264,55 @@ impl Table {
             seen.fresh = false;
         }
         changes
+    }
+
+    /// Tells the stages of a pipeline's diffusion processes, once no child of a server is left that may yet turn out to
+    /// be an LLM stage. `members` are in the order of their start.
+    fn place_diffusion(&self, id: PipelineId, members: &mut [(&Candidate, Role)], now: Duration) {
+        let is_diffusion = |role: &Role| matches!(role, Role::DiffusionStage { .. });
+        if !members.iter().any(|(_, role)| is_diffusion(role)) {
+            return;
+        }
+        let is_server = |pid: u32| {
+            members.iter().any(|(seen, role)| {
+                seen.sighting.key.pid == pid
+                    && matches!(role, Role::ApiServer | Role::ApiWorker { .. } | Role::Headless)
+            })
+        };
+        let is_open = self.pending.iter().any(|pid| {
+            self.candidates.get(pid).is_some_and(|child| {
+                is_server(child.sighting.parent) && age(&child.sighting.key, now) < TITLE_AGE
+            })
+        });
+        if is_open {
+            return;
+        }
+        let root = self
+            .pipelines
+            .get(&id)
+            .map(|pipeline| pipeline.root)
+            .or_else(|| members.first().map(|(seen, _)| seen.sighting.key));
+        let root = members.iter().find(|(seen, _)| Some(seen.sighting.key) == root);
+        let mut known = Known::default();
+        if let Some((seen, role)) = root {
+            known.is_headless = *role == Role::Headless;
+            known.has_server = is_server(seen.sighting.key.pid);
+            if let Hint::Server(serve) = &seen.hint {
+                known.stage = serve.stage;
+            }
+            let command_line = seen.sighting.args.join(" ");
+            if let Some(given) = self.given.iter().find(|g| command_line.contains(&g.pattern)) {
+                known.given = &given.places;
+            }
+        }
+        known.llm = members
+            .iter()
+            .filter_map(|(_, role)| match role {
+                Role::LlmStage { stage, .. } => *stage,
+                _ => None,
+            })
+            .collect();
+        diffusion::settle(members.iter_mut().map(|(_, role)| role).collect(), &known);
     }
 
     /// Whether a process, or one above it, has a role by its own title or argv.
@@ -721,10 +782,15 @@ mod tests {
         }
     }
 
-    const DIFFUSION: Option<Role> = Some(Role::DiffusionStage {
-        stage: None,
-        replica: None,
-    });
+    /// A diffusion stage where there is no other stage.
+    const DIFFUSION: Option<Role> = Some(diffusion(0, 0));
+
+    const fn diffusion(stage: u32, replica: u32) -> Role {
+        Role::DiffusionStage {
+            stage: Some(stage),
+            replica: Some(replica),
+        }
+    }
 
     #[test]
     fn omni_pipeline_with_two_stages() {
@@ -973,6 +1039,55 @@ mod tests {
     }
 
     #[test]
+    fn diffusion_stages_are_told_once_every_child_has_its_title() {
+        let untold = Some(Role::DiffusionStage {
+            stage: None,
+            replica: None,
+        });
+        let (mut world, _) = World::new(&[(100, 1, OMNI)]);
+        world.now = Duration::from_secs(303);
+        world.facts.sockets.extend([201, 202]);
+        world.see(&[(200, 100, SPAWN), (201, 100, SPAWN), (202, 100, SPAWN)]);
+        assert_eq!((world.role(200), world.role(201)), (None, untold));
+        let changes = world.see(&[(200, 100, "VLLM::StageEngineCoreProc_stage0_replica0")]);
+        assert_eq!(
+            (world.role(201), world.role(202)),
+            (Some(diffusion(1, 0)), Some(diffusion(1, 1)))
+        );
+        assert_eq!(changes.len(), 3);
+        // Places are kept when one ends, and a new process takes the free one.
+        world.lose(201);
+        world.facts.sockets.insert(203);
+        world.see(&[(203, 100, SPAWN)]);
+        assert_eq!(
+            (world.role(202), world.role(203)),
+            (Some(diffusion(1, 1)), Some(diffusion(1, 0)))
+        );
+    }
+
+    #[test]
+    fn a_child_that_never_gets_a_title_holds_nothing_up_for_long() {
+        let (mut world, _) = World::new(&[(100, 1, OMNI)]);
+        world.now = Duration::from_secs(200) + TITLE_AGE;
+        world.facts.sockets.insert(201);
+        world.see(&[(200, 100, SPAWN), (201, 100, SPAWN)]);
+        assert_eq!((world.role(200), world.role(201)), (None, DIFFUSION));
+    }
+
+    #[test]
+    fn diffusion_stages_stand_where_the_configuration_says() {
+        let given = Given {
+            pattern: "serve org/m".to_owned(),
+            places: vec![(3, 1)],
+        };
+        let (mut world, _) = World::new(&[]);
+        world.table = Table::new(vec![given]);
+        world.facts.sockets.insert(200);
+        world.see(&[(100, 1, OMNI), (200, 100, SPAWN)]);
+        assert_eq!(world.role(200), Some(diffusion(3, 1)));
+    }
+
+    #[test]
     fn an_untitled_child_without_omni_is_no_diffusion_stage() {
         let (mut world, _) = World::new(&[(300, 1, "vllm|serve|m")]);
         world.facts.sockets.extend([400, 500]);
@@ -1040,7 +1155,10 @@ mod tests {
 
     #[rstest]
     #[case::main_thread_keeps_its_name("vllm-omni", Some(Role::ApiServer))]
-    #[case::main_thread_is_the_worker("vLLM-Omni::Diff", DIFFUSION)]
+    #[case::main_thread_is_the_worker(
+        "vLLM-Omni::Diff",
+        Some(Role::DiffusionStage { stage: None, replica: None })
+    )]
     fn inline_diffusion_that_was_there_before(#[case] comm: &str, #[case] role: Option<Role>) {
         let (mut world, _) = World::new(&[]);
         let mut seen = sighting(100, 1, "vLLM-Omni::DiffusionWorker");

@@ -55,6 +55,8 @@ pub struct Serve {
     pub max_model_len: Option<u32>,
     /// `--headless`: engines without an API server.
     pub headless: bool,
+    /// `--stage-id`: the one stage whose replicas this server starts.
+    pub stage: Option<u32>,
     /// `--omni`. `vllm-omni serve` without it hands over to plain vLLM, so the program's name decides nothing.
     pub omni: bool,
 }
@@ -356,6 +358,7 @@ fn set(serve: &mut Serve, by_option: &mut Option<String>, option: &str, value: &
         "--model" => *by_option = name(value),
         "--served-model-name" if serve.served_model.is_none() => serve.served_model = name(value),
         "--max-model-len" => serve.max_model_len = tokens(value),
+        "--stage-id" => serve.stage = number(value),
         _ => {}
     }
 }
@@ -616,6 +619,7 @@ mod tests {
         assert!(head.omni && !head.headless);
         let replica = serve("vllm serve org/m --omni --stage-id 1 --headless --omni-dp-size-local 2");
         assert!(replica.omni && replica.headless);
+        assert_eq!((head.stage, replica.stage), (Some(0), Some(1)));
         assert_eq!(replica.model.as_deref(), Some("org/m"));
         // Without --omni the program hands over to plain vLLM.
         assert!(!serve("vllm-omni serve org/m").omni);

@@ -19,6 +19,7 @@ use procfs::{FromRead, ProcError, process::Process as ProcProcess};
 use super::{
     connectors::{Connectors, Watch},
     container,
+    diffusion::Given,
     identity::{Change, Container, Flavor, Pipeline, Process, ProcessKey, Versions},
     pipelines::{Evidence, Sighting, TITLE_AGE, Table, age},
     versions,
@@ -68,6 +69,8 @@ pub struct Settings {
     pub proc_root: PathBuf,
     /// Pause between scans while nothing is pending.
     pub scan_interval: Duration,
+    /// Where diffusion stages stand, by their pipeline's command line.
+    pub diffusion_stages: Vec<Given>,
 }
 
 impl Default for Settings {
@@ -75,6 +78,7 @@ impl Default for Settings {
         Self {
             proc_root: PathBuf::from("/proc"),
             scan_interval: Duration::from_secs(2),
+            diffusion_stages: Vec::new(),
         }
     }
 }
@@ -97,6 +101,7 @@ impl Host {
         let Settings {
             proc_root,
             scan_interval,
+            diffusion_stages,
         } = settings;
         Self {
             proc: Proc {
@@ -104,7 +109,7 @@ impl Host {
                 known: HashMap::new(),
                 round: 0,
             },
-            table: Table::default(),
+            table: Table::new(diffusion_stages),
             connectors: Watch::default(),
             scan_interval,
             now: Duration::ZERO,

@@ -461,7 +461,7 @@ families! {
     // Upstream leaves the client library's default buckets, which end at 10: every image lands in +Inf.
     OmniImagePixels "vllm_omni:image_pixels"
         Histogram(Pixels), MODEL, Diffusion, Nothing,
-        "Width times height of a generated image, in pixels.";
+        "Width times height of the images of a request, added up, in pixels.";
     OmniImageTtfpS "vllm_omni:image_ttfp_s"
         Histogram(Seconds), REPLICA, Diffusion, Nothing,
         "Seconds from an image stage being given a request to its first output with an image.";

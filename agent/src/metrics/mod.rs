@@ -8,5 +8,6 @@ pub mod merge;
 mod number;
 pub mod own;
 pub mod registry;
+pub mod seen;
 mod store;
 pub mod text;

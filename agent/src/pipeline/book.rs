@@ -15,11 +15,13 @@ use slab::Slab;
 
 use super::{
     audio::AudioState,
+    diffusion::DiffusionShare,
     forwards::{Forwarded, Payload},
 };
 use crate::{
     metrics::merge::{Known, Mark},
     wire::{
+        diffusion::DiffusionAdd,
         http::note::ExchangeId,
         message::{Add, FinishReason, OutputKind},
     },
@@ -95,11 +97,35 @@ pub(super) struct Part {
     pub(super) session: Option<Box<Session>>,
     /// What its ADD carries of the stage before, until the stage answers.
     pub(super) payload: Option<Box<Payload>>,
+    /// The share is a diffusion stage's: it stays pending until its last result.
+    pub(super) diffusion: Option<Box<DiffusionShare>>,
 }
 
 impl Part {
     pub(super) fn is_added(&self) -> bool {
         self.added_ns != 0
+    }
+
+    /// An LLM stage was given it, and none has answered.
+    fn is_unclaimed(&self) -> bool {
+        self.state == PartState::Pending && self.diffusion.is_none()
+    }
+
+    /// A diffusion stage's share; `lane` and `time_ns` are those of its request, where that was seen.
+    fn diffusion(lane: u16, time_ns: u64, steps: Option<u32>) -> Self {
+        Self {
+            added_ns: time_ns,
+            arrival_ns: time_ns,
+            // It has no prompt of tokens.
+            prompt_tokens: 0,
+            lane,
+            state: PartState::Pending,
+            diffusion: Some(Box::new(DiffusionShare {
+                steps,
+                first_image_ns: None,
+            })),
+            ..Self::unseen(NONE, false)
+        }
     }
 
     fn added(lane: u16, add: &Add<'_>, time_ns: u64, wall_offset_ns: Option<i64>) -> Self {
@@ -124,6 +150,7 @@ impl Part {
             from_first,
             session: None,
             payload: None,
+            diffusion: None,
         }
     }
 
@@ -303,6 +330,8 @@ struct Lane {
     engine: u16,
     /// The last ADD that carries a payload: when it was sent, and whose share it is.
     carried: Option<(u64, u32, u8)>,
+    /// It leads to a diffusion stage.
+    is_diffusion: bool,
 }
 
 /// Parallel samples of one prompt (`n` > 1): plain vLLM sends each as a request `{index}_{parent id}`.
@@ -556,6 +585,7 @@ impl Book {
         index: u32,
         engine: u16,
         rank: usize,
+        is_first_stage: bool,
         is_first: bool,
         shared_lanes: bool,
     ) -> Option<u8> {
@@ -576,7 +606,7 @@ impl Book {
             part.from_first = true;
             let (lane, is_added) = (part.lane, part.is_added());
             // The first audio of a streamed response may come before this stage finishes.
-            request.from_first_stage |= rank == 0 && is_added;
+            request.from_first_stage |= is_first_stage && is_added;
             self.unclaimed = self.unclaimed.saturating_sub(1);
             if bind {
                 self.bind(lane, engine);
@@ -604,12 +634,13 @@ impl Book {
         if shared_lanes {
             return (request.parts.iter().position(pending), false);
         }
-        let bound = |part: &Part| pending(part) && lane_of(part).is_some_and(|lane| lane.engine == engine);
+        let bound =
+            |part: &Part| part.is_unclaimed() && lane_of(part).is_some_and(|lane| lane.engine == engine);
         if let Some(bound) = request.parts.iter().position(bound) {
             return (Some(bound), false);
         }
         let free = |part: &Part| {
-            pending(part)
+            part.is_unclaimed()
                 && lane_of(part).is_none_or(|lane| {
                     lane.engine == NONE
                         && !self
@@ -629,14 +660,130 @@ impl Book {
         };
         let last = candidates.next_back();
         // ADDs go out in the order of the stages, so with all of them seen the order tells which is which.
-        let all_given = request.parts.len() == self.llm_stages && request.parts.iter().all(Part::is_added);
-        if request.parts.get(rank).is_some_and(free) {
-            return (Some(rank), all_given || (last.is_none() && is_first));
+        let llm = || {
+            let parts = request.parts.iter().enumerate();
+            parts.filter(|(_, part)| part.diffusion.is_none())
+        };
+        let all_given = llm().count() == self.llm_stages && llm().all(|(_, part)| part.is_added());
+        if let Some((place, part)) = llm().nth(rank)
+            && free(part)
+        {
+            return (Some(place), all_given || (last.is_none() && is_first));
         }
         match last {
             None => (Some(first), is_first),
             Some(last) => (Some(last), false),
         }
+    }
+
+    /// Enters a request to a diffusion stage.
+    pub(super) fn add_diffusion(
+        &mut self,
+        pid: u32,
+        socket: u64,
+        add: &DiffusionAdd<'_>,
+        time_ns: u64,
+        max_requests: usize,
+    ) -> Result<(), &'static str> {
+        let place = self.lane(pid, socket);
+        if let Some(lane) = self.lanes.get_mut(usize::from(place)) {
+            lane.is_diffusion = true;
+        }
+        let part = Part::diffusion(place, time_ns.max(1), add.steps);
+        let Some(index) = self.find(add.request_id) else {
+            // What was counted as complete without this stage must not count again.
+            if self.is_recent(add.request_id) {
+                return Err("request_over");
+            }
+            if self.requests.len() >= max_requests {
+                return Err("too_many_open");
+            }
+            self.insert(add.request_id, part);
+            return Ok(());
+        };
+        let request = self.request_mut(index).ok_or("unknown_request")?;
+        if request.phase != Phase::Live {
+            return Err("request_over");
+        }
+        let is_update =
+            |part: &Part| part.diffusion.is_some() && part.is_added() && part.lane == place && place != NONE;
+        if request.parts.iter().any(is_update) {
+            return Ok(());
+        }
+        if request.parts.len() >= usize::from(u8::MAX) {
+            return Err("too_many_stages");
+        }
+        request.parts.reserve_exact(1);
+        request.parts.push(part);
+        Ok(())
+    }
+
+    /// Which share a diffusion stage answers for. `None`: it has finished that already.
+    pub(super) fn claim_diffusion(&mut self, index: u32, engine: u16) -> Option<u8> {
+        let request = self.requests.get_mut(index as usize)?;
+        if request.phase != Phase::Live {
+            return None;
+        }
+        let lanes = &self.lanes;
+        let fit = |part: &Part| {
+            let behind = lanes.get(usize::from(part.lane)).map_or(NONE, |lane| lane.engine);
+            match part.engine {
+                _ if part.diffusion.is_none() => None,
+                // Also one that has finished: this is said again.
+                at if at == engine => Some(0),
+                NONE if behind == engine => Some(1),
+                NONE if behind == NONE => Some(2),
+                NONE => Some(3),
+                _ => None,
+            }
+        };
+        let best = request
+            .parts
+            .iter()
+            .enumerate()
+            .filter_map(|(place, part)| fit(part).map(|fit| (fit, place)))
+            .min();
+        let place = match best {
+            Some((_, place)) => place,
+            None if request.parts.len() < usize::from(u8::MAX) => {
+                request.parts.reserve_exact(1);
+                request.parts.push(Part::diffusion(NONE, 0, None));
+                request.parts.len() - 1
+            }
+            None => return None,
+        };
+        let part = request.parts.get_mut(place)?;
+        if part.state == PartState::Finished {
+            return None;
+        }
+        part.engine = engine;
+        let lane = part.lane;
+        self.bind(lane, engine);
+        Some(small(place))
+    }
+
+    /// Ties the one socket to a diffusion stage that is left to the one engine that is left.
+    pub(super) fn bind_last_diffusion_lane(&mut self, pid: u32, engines: &[u16]) {
+        let ours = || self.lanes.iter().enumerate().filter(|(_, lane)| lane.pid == pid);
+        let mut lanes = ours().filter(|(_, lane)| lane.is_diffusion && lane.engine == NONE);
+        let is_free = |engine: &&u16| !ours().any(|(_, lane)| lane.engine == **engine);
+        let mut free = engines.iter().filter(is_free);
+        if let (Some((lane, _)), None, Some(&engine), None) =
+            (lanes.next(), lanes.next(), free.next(), free.next())
+        {
+            self.bind(u16::try_from(lane).unwrap_or(NONE), engine);
+        }
+    }
+
+    /// The API process that gave out a share.
+    pub(super) fn pid_of(&self, request: u32, part: u8) -> Option<u32> {
+        let part = self.request(request)?.parts.get(usize::from(part))?;
+        self.lanes.get(usize::from(part.lane)).map(|lane| lane.pid)
+    }
+
+    /// Enters a request of a diffusion stage that was open before the agent looked.
+    pub(super) fn discover_diffusion(&mut self, id: &str) -> u32 {
+        self.insert(id, Part::diffusion(NONE, 0, None))
     }
 
     /// Enters a request that was open before the agent looked, or whose ADD is still to come.
@@ -681,13 +828,9 @@ impl Book {
     pub(super) fn remove(&mut self, index: u32) -> Option<Request> {
         let request = self.requests.try_remove(index as usize)?;
         self.by_id.remove(&request.id);
-        self.unclaimed = self.unclaimed.saturating_sub(
-            request
-                .parts
-                .iter()
-                .filter(|part| part.state == PartState::Pending)
-                .count(),
-        );
+        self.unclaimed = self
+            .unclaimed
+            .saturating_sub(request.parts.iter().filter(|part| part.is_unclaimed()).count());
         Some(request)
     }
 
@@ -746,11 +889,8 @@ impl Book {
         request.ended = self.ended;
         let parts = std::mem::take(&mut request.parts);
         let serial = request.serial;
-        let pending = parts
-            .iter()
-            .filter(|part| part.state == PartState::Pending)
-            .count();
-        self.unclaimed = self.unclaimed.saturating_sub(pending);
+        let unclaimed = parts.iter().filter(|part| part.is_unclaimed()).count();
+        self.unclaimed = self.unclaimed.saturating_sub(unclaimed);
         self.schedule(index, serial, Task::Forget, time_ns);
         parts
     }
@@ -791,6 +931,7 @@ impl Book {
             socket,
             engine: NONE,
             carried: None,
+            is_diffusion: false,
         };
         let place = if let Some(known) = known {
             known
@@ -814,6 +955,7 @@ impl Book {
             if lane.pid == pid {
                 lane.pid = NO_PID;
                 lane.engine = NONE;
+                lane.is_diffusion = false;
             }
         }
     }
@@ -844,10 +986,13 @@ impl Book {
     pub(super) fn is_at(&self, part: &Part, engine: u16) -> bool {
         match part.state {
             PartState::Open | PartState::Early => part.engine == engine,
-            PartState::Pending => self
-                .lanes
-                .get(usize::from(part.lane))
-                .is_some_and(|lane| lane.engine == engine),
+            PartState::Pending => {
+                part.engine == engine
+                    || self
+                        .lanes
+                        .get(usize::from(part.lane))
+                        .is_some_and(|lane| lane.engine == engine)
+            }
             PartState::Finished => false,
         }
     }

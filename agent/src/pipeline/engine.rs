@@ -140,6 +140,8 @@ pub(super) struct Engine {
     pub(super) is_llm: bool,
     /// Place of its stage among the pipeline's LLM stages.
     pub(super) rank: usize,
+    /// Stages of any kind before its own.
+    pub(super) stages_before: usize,
     pub(super) scope: Option<ScopeId>,
     /// When it was found.
     pub(super) found_ns: u64,
@@ -166,6 +168,7 @@ impl Engine {
             replica,
             is_llm,
             rank: 0,
+            stages_before: 0,
             scope: None,
             found_ns: now_ns,
             is_starting: false,
@@ -350,7 +353,14 @@ impl Engine {
     ) -> Admission {
         let is_first = output.prefill.is_some();
         let (request, part) = if let Some(request) = book.find(output.request_id) {
-            let part = book.claim(request, index, self.rank, is_first, context.shared_lanes());
+            let part = book.claim(
+                request,
+                index,
+                self.rank,
+                self.stages_before == 0,
+                is_first,
+                context.shared_lanes(),
+            );
             match part {
                 Some(part) => (request, part),
                 None => return Admission::Ignored,
@@ -856,7 +866,13 @@ fn lora_info<S: Sink + ?Sized>(
 }
 
 /// Observes a duration or a count. Clocks and messages of other processes are not trusted to make it a sane one.
-fn observe<S: Sink + ?Sized>(family: Family, scope: ScopeId, value: f64, times: u64, sink: &mut S) {
+pub(super) fn observe<S: Sink + ?Sized>(
+    family: Family,
+    scope: ScopeId,
+    value: f64,
+    times: u64,
+    sink: &mut S,
+) {
     if is_duration(value) {
         sink.observe(family, scope, ExtraId::NONE, value, times);
     } else {

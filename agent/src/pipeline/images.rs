@@ -38,7 +38,7 @@ impl PipelineState {
                 1,
             );
         }
-        if self.last_diffusion_stage.is_some() {
+        if self.has_diffusion_process() {
             return;
         }
         let is_all_inline = self.engines.is_empty();

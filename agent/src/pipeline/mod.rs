@@ -5,6 +5,7 @@
 
 pub mod audio;
 mod book;
+mod diffusion;
 mod edges;
 mod engine;
 mod forwards;

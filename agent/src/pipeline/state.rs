@@ -23,6 +23,7 @@ use crate::{
     metrics::catalogue::Family,
     wire::{
         assemble::{Aux, FrameType},
+        diffusion::Diffusion,
         message::{Add, FinishReason, Message, OutputKind, Utility},
     },
 };
@@ -48,8 +49,6 @@ pub(super) struct PipelineState {
     apis: usize,
     /// The highest stage of any kind.
     last_stage: Option<u32>,
-    /// The highest diffusion stage; `u32::MAX`: one whose number is not known.
-    pub(super) last_diffusion_stage: Option<u32>,
     /// `max_model_len` of the lowest LLM stage that told it.
     ready: Option<(u32, u32)>,
     next_scan_ns: u64,
@@ -79,7 +78,6 @@ impl PipelineState {
             exchanges: Exchanges::default(),
             apis: 0,
             last_stage: None,
-            last_diffusion_stage: None,
             ready: None,
             next_scan_ns: 0,
         }
@@ -169,12 +167,15 @@ impl PipelineState {
             stages
         };
         let (llm, diffusion) = (stages(true), stages(false));
-        self.last_diffusion_stage = diffusion.last().copied();
         self.last_stage = llm.last().max(diffusion.last()).copied();
         self.book.llm_stages = llm.len();
+        let mut all = [llm.as_slice(), diffusion.as_slice()].concat();
+        all.sort_unstable();
+        all.dedup();
         for (_, engine) in &mut self.engines {
             let stage = engine.stage.unwrap_or(u32::MAX);
             engine.rank = llm.binary_search(&stage).unwrap_or(0);
+            engine.stages_before = all.binary_search(&stage).unwrap_or(0);
         }
     }
 
@@ -214,7 +215,9 @@ impl PipelineState {
             .engines
             .iter()
             .filter(|(_, engine)| {
+                // A diffusion stage's place may be told anew while its pipeline starts: it waits for a first result.
                 engine.scope.is_none()
+                    && engine.is_llm
                     && (is_known || (!is_starting && now_ns.saturating_sub(engine.found_ns) >= settle_ns))
             })
             .map(|(index, _)| index)
@@ -224,7 +227,7 @@ impl PipelineState {
         }
     }
 
-    fn create_engine_scope<S: Sink + ?Sized>(
+    pub(super) fn create_engine_scope<S: Sink + ?Sized>(
         &mut self,
         index: usize,
         environment: &Environment,
@@ -298,7 +301,11 @@ impl PipelineState {
         let number = engine_number(index);
         self.exchanges.engine_died_ns = Some(now_ns);
         if let Some(engine) = self.engines.get_mut(index) {
-            engine.snapshot = None;
+            // Of a diffusion stage, no figure at all would leave the last one standing.
+            engine.snapshot = engine
+                .snapshot
+                .filter(|_| !engine.is_llm)
+                .map(|_| Snapshot::default());
         }
         let hit: Vec<u32> = self
             .book
@@ -388,6 +395,14 @@ impl PipelineState {
                 self.settle(environment, sink);
             }
             Message::Utility(utility) => self.utility(pid, socket, *utility, environment, sink),
+            Message::Diffusion(Diffusion::Add(add)) => {
+                self.diffusion_add(pid, socket, add, time_ns, environment, sink);
+            }
+            Message::Diffusion(Diffusion::Abort(ids)) => {
+                for id in ids {
+                    self.abort(id, pid, socket, time_ns, environment, sink);
+                }
+            }
             _ => {}
         }
     }
@@ -596,10 +611,13 @@ impl PipelineState {
             }
             Message::Handshake => {
                 if let Some(engine) = self.engines.get_mut(index) {
-                    engine.is_starting = engine.scope.is_none();
+                    engine.is_starting = engine.is_llm && engine.scope.is_none();
                 }
             }
             Message::EngineDead => self.engine_died(index, time_ns, environment, sink),
+            Message::Diffusion(message) if self.engines.get(index).is_some_and(|engine| !engine.is_llm) => {
+                self.diffusion_message(index, time_ns, message, environment, sink);
+            }
             _ => {}
         }
     }
@@ -632,7 +650,7 @@ impl PipelineState {
     // ---- requests ----
 
     /// Tells the requests about the stages that finished.
-    fn settle<S: Sink + ?Sized>(&mut self, environment: &Environment, sink: &mut S) {
+    pub(super) fn settle<S: Sink + ?Sized>(&mut self, environment: &Environment, sink: &mut S) {
         while let Some(finished) = self.book.finished.pop() {
             self.stage_finished(finished, environment, sink);
         }
@@ -660,11 +678,13 @@ impl PipelineState {
         request.finished = request.finished.saturating_add(1);
         request.generated = request.generated.saturating_add(finished.generated);
         request.finish_ns = request.finish_ns.max(finished.time_ns);
-        let (rank, scope) = self
+        let (is_first_stage, is_llm, scope) = self
             .engines
             .get(usize::from(engine))
-            .map_or((0, None), |engine| (engine.rank, engine.scope));
-        if rank == 0 {
+            .map_or((true, true, None), |engine| {
+                (engine.stages_before == 0, engine.is_llm, engine.scope)
+            });
+        if is_first_stage {
             request.from_first_stage |= is_added;
             request.prompt_tokens = prompt_tokens;
         }
@@ -703,14 +723,15 @@ impl PipelineState {
                 request: &id,
                 serial,
             }));
+            let stage_type = if is_llm {
+                environment.labels.stage_type_llm
+            } else {
+                environment.labels.stage_type_diffusion
+            };
             match gen_time_s {
-                Some(gen_time_s) => sink.observe(
-                    Family::OmniStageGenTimeS,
-                    scope,
-                    environment.labels.stage_type_llm,
-                    gen_time_s,
-                    1,
-                ),
+                Some(gen_time_s) => {
+                    sink.observe(Family::OmniStageGenTimeS, scope, stage_type, gen_time_s, 1);
+                }
                 None => sink.skip(Family::OmniStageGenTimeS, "start_not_seen"),
             }
             sink.about(None);
@@ -753,14 +774,6 @@ impl PipelineState {
         let Some(scope) = self.scope else {
             return;
         };
-        if self
-            .last_diffusion_stage
-            .is_some_and(|stage| stage > request.last_stage)
-        {
-            // Whether it went on to that stage is not on the sockets that are read.
-            sink.skip(Family::OmniE2eRequestLatencyS, "diffusion_stage");
-            return;
-        }
         sink.add(
             Family::OmniRequestsSuccessTotal,
             scope,
@@ -896,7 +909,7 @@ impl PipelineState {
     }
 
     /// A request failed: it counts as an abort and, by its reason, as a failure.
-    fn fail<S: Sink + ?Sized>(
+    pub(super) fn fail<S: Sink + ?Sized>(
         &mut self,
         index: u32,
         reason: Failure,
@@ -1084,7 +1097,7 @@ impl PipelineState {
             };
             totals.entry(scope).or_default().add(&snapshot);
         }
-        let mut waiting = 0;
+        let mut waiting = 0_u64;
         for (&scope, total) in &totals {
             Self::set_engine_gauges(scope, total, environment, sink);
             if self.scope.is_some() {
@@ -1095,8 +1108,11 @@ impl PipelineState {
                     as_f64(total.waiting),
                 );
             }
-            waiting += total.waiting;
+            waiting = total.waiting.saturating_add(waiting);
         }
+        let waiting = self
+            .set_diffusion_gauges(now_ns, environment, sink)
+            .saturating_add(waiting);
         if let Some(scope) = self.scope {
             let inline = self.open_inline();
             let open = u64::try_from(self.open()).unwrap_or(u64::MAX);

@@ -7,7 +7,7 @@
 use rustc_hash::FxHashMap;
 
 use super::{
-    WireError, control,
+    WireError, control, diffusion,
     engine::{self, Payload, Seen, StartUp},
     frame::Frame,
     layout::Layouts,
@@ -470,7 +470,7 @@ impl Sender {
                 }
             }
             Some(0x81..=0x8f | 0xde | 0xdf) => connector(frame, None).unwrap_or_else(|| self.map(payload)),
-            _ if frame.head == ENGINE_DEAD => {
+            _ if frame.head == ENGINE_DEAD || frame.head == diffusion::STAGE_DEAD => {
                 Decoded::message(FrameType::EngineDead, false, Message::EngineDead, None)
             }
             _ => connector(frame, None)
@@ -482,6 +482,18 @@ impl Sender {
 
     /// A map: start-up messages, or a diffusion stage's.
     fn map<'a>(&mut self, payload: Payload<'a>) -> Decoded<'a> {
+        if diffusion::is_message(payload.reader()) {
+            return match diffusion::message(payload) {
+                Ok(Some(seen)) => Decoded::message(
+                    FrameType::Diffusion,
+                    seen.is_partial,
+                    Message::Diffusion(seen.message),
+                    None,
+                ),
+                Ok(None) => Decoded::nothing(FrameType::Diffusion, FrameResult::Ignored),
+                Err(error) => Decoded::failed(FrameType::Diffusion, error),
+            };
+        }
         let seen = match engine::start_up(payload) {
             Ok(seen) => seen,
             Err(error) => return Decoded::failed(FrameType::Other, error),
@@ -501,7 +513,6 @@ impl Sender {
                 Decoded::message(FrameType::Handshake, seen.is_partial, Message::Handshake, None)
             }
             StartUp::Registration => Decoded::nothing(FrameType::Registration, FrameResult::Ignored),
-            StartUp::Diffusion => Decoded::nothing(FrameType::Diffusion, FrameResult::Ignored),
             StartUp::Other => Decoded::nothing(FrameType::Other, FrameResult::Ignored),
         }
     }
@@ -678,8 +689,7 @@ fn after_payload(kind: FrameType, frame: &Frame<'_>) -> Expect {
         | FrameType::Add
         | FrameType::Abort
         | FrameType::Utility
-        | FrameType::StartDpWave
-        | FrameType::Diffusion => Expect::Aux {
+        | FrameType::StartDpWave => Expect::Aux {
             of: kind,
             message_time_ns: frame.time_ns,
         },

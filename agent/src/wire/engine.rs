@@ -42,7 +42,7 @@ impl<'a> Payload<'a> {
         }
     }
 
-    fn is_cut(&self) -> bool {
+    pub(super) fn is_cut(&self) -> bool {
         (self.head.len() as u64) < self.size
     }
 
@@ -955,8 +955,6 @@ pub enum StartUp<'a> {
     Handshake,
     /// Registration of a stage replica with vLLM-Omni's master, or its answer.
     Registration,
-    /// A request to or a result of a diffusion stage.
-    Diffusion,
     /// None of these.
     Other,
 }
@@ -982,10 +980,6 @@ pub fn start_up(payload: Payload<'_>) -> Result<Seen<StartUp<'_>>, WireError> {
             }
             b"stage_id" | b"handshake_address" if kind == StartUp::Other => {
                 kind = StartUp::Registration;
-                return Ok(false);
-            }
-            b"type" if kind == StartUp::Other => {
-                kind = StartUp::Diffusion;
                 return Ok(false);
             }
             _ => return Ok::<_, MsgpackError>(false),

@@ -3,13 +3,9 @@
 //! Times are in seconds as on the wire: `timestamp` fields are `CLOCK_MONOTONIC` of the engine, `arrival` is
 //! wall clock.
 
-use super::control::Control;
+use super::{control::Control, diffusion::Diffusion};
 
 /// A decoded payload frame.
-#[expect(
-    clippy::large_enum_variant,
-    reason = "nearly all messages are of the largest variant"
-)]
 #[derive(Clone, Debug, PartialEq)]
 pub enum Message<'a> {
     /// Engine -> API: outputs of one step, and statistics.
@@ -26,8 +22,10 @@ pub enum Message<'a> {
     Ready(Ready<'a>),
     /// Start-up handshake, either direction (HELLO, addresses, READY).
     Handshake,
-    /// Engine -> API: the engine core has died (`ENGINE_CORE_DEAD`).
+    /// Engine -> API: the engine core or the diffusion stage has died (`ENGINE_CORE_DEAD`, `DIFFUSION_PROC_DEAD`).
     EngineDead,
+    /// API -> diffusion stage and back.
+    Diffusion(Diffusion<'a>),
     /// Stage -> stage: a connector arranges a transfer.
     Connector {
         /// What it says.

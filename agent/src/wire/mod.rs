@@ -4,6 +4,7 @@
 pub mod assemble;
 pub mod connector;
 pub mod control;
+pub mod diffusion;
 pub mod engine;
 pub mod frame;
 pub mod http;

@@ -8,6 +8,7 @@
 use super::{
     assemble::FrameType,
     control::offer_trailer,
+    diffusion,
     engine::{AddTrailer, OutputsTrailer, add_trailer, outputs_trailer},
     layout::{AddField, AddLayout, Layouts, OutputField, OutputLayout},
     msgpack::{MsgpackError, Reader},
@@ -100,7 +101,50 @@ const START_UP: Rule = Keys(&[
     (b"addresses", Blank),
     (b"stage_id", Keep),
     (b"handshake_address", Blank),
+]);
+
+const DIFFUSION: Rule = Keys(&[
     (b"type", Keep),
+    (b"request_id", Keep),
+    (b"request_ids", Keep),
+    (b"sampling_params", Keys(DIFFUSION_ADD_KEYS)),
+    (b"metrics", DIFFUSION_METRICS),
+    (b"output", Keys(DIFFUSION_RESULT_KEYS)),
+]);
+const DIFFUSION_ADD_KEYS: &[(&[u8], Rule)] = &[
+    (b"num_inference_steps", Keep),
+    // Known by its name.
+    (b"payload_sender_info", Blank),
+];
+const DIFFUSION_RESULT_KEYS: &[(&[u8], Rule)] = &[
+    (b"request_id", Keep),
+    (b"finished", Keep),
+    (b"metrics", DIFFUSION_METRICS),
+    (b"final_output_type", Keep),
+    (
+        b"images",
+        Each(&Keys(&[(b"__pil_image__", Keep), (b"shape", Keep)])),
+    ),
+    (
+        b"_custom_output",
+        Keys(&[(b"_diffusion_request_lifecycle", Keep)]),
+    ),
+    (b"peak_memory_mb", Keep),
+    // Whether there is one.
+    (b"error", Blank),
+    // Known by its name.
+    (b"error_type", Blank),
+];
+const DIFFUSION_METRICS: Rule = Keys(&[
+    (b"num_inference_steps", Keep),
+    (b"preprocess_time_ms", Keep),
+    (b"diffusion_engine_exec_time_ms", Keep),
+    (b"postprocess_time_ms", Keep),
+    (b"scheduler_queue_wait_ms", Keep),
+    (b"vae_decode_time_ms", Keep),
+    (b"forward_time_ms", Keep),
+    (b"kv_recv_time_ms", Keep),
+    (b"scheduler_num_waiting_reqs", Keep),
 ]);
 
 const CONNECTOR: Rule = Keys(CONNECTOR_KEYS);
@@ -224,9 +268,16 @@ pub(super) fn frame(kind: FrameType, layouts: &Layouts, size: u64, head: &mut [u
             walk.run(|walk| walk.fields([Keep, Keep, Keep, Arguments].into_iter()));
             None
         }
-        FrameType::Ready | FrameType::Handshake | FrameType::Registration | FrameType::Diffusion => {
+        FrameType::Ready | FrameType::Handshake | FrameType::Registration => {
             walk.run(|walk| walk.value(START_UP));
             None
+        }
+        FrameType::Diffusion => {
+            walk.run(|walk| walk.value(DIFFUSION));
+            let result = diffusion::result_trailer(tail).map(|start| (start, DIFFUSION_RESULT_KEYS));
+            let add = || diffusion::add_trailer(tail).map(|start| (start, DIFFUSION_ADD_KEYS));
+            let found = result.or_else(add);
+            found.map(|(start, keys)| blank_pairs_tail(tail, start, keys))
         }
         FrameType::EngineDead => None,
         FrameType::Connector => {
@@ -234,7 +285,7 @@ pub(super) fn frame(kind: FrameType, layouts: &Layouts, size: u64, head: &mut [u
             let is_word = |byte: &u8| byte.is_ascii_lowercase() || *byte == b'_';
             walk.at = walk.bytes.iter().take_while(|byte| is_word(byte)).count();
             walk.run(|walk| walk.value(CONNECTOR));
-            offer_trailer(tail).map(|start| blank_offer_tail(tail, start))
+            offer_trailer(tail).map(|start| blank_pairs_tail(tail, start, CONNECTOR_KEYS))
         }
         // An engine index, a request type, the number of a connector's peer.
         FrameType::Envelope if size <= 5 => None,
@@ -273,7 +324,8 @@ fn blank_outputs_tail(tail: &mut [u8], outer: u32, trailer: OutputsTrailer) {
     walk.run(|walk| (first..outer).try_for_each(|index| walk.value(outer_rule(index))));
 }
 
-fn blank_offer_tail(tail: &mut [u8], start: usize) {
+/// Blanks what lies before the pairs that a tail ends with, and of those what is not among `keys`.
+fn blank_pairs_tail(tail: &mut [u8], start: usize, keys: &[(&[u8], Rule)]) {
     tail.get_mut(..start).unwrap_or_default().fill(0);
     let mut walk = Walk {
         total: tail.len() as u64,
@@ -282,7 +334,7 @@ fn blank_offer_tail(tail: &mut [u8], start: usize) {
     };
     walk.run(|walk| {
         while walk.at < walk.bytes.len() {
-            walk.pair(CONNECTOR_KEYS)?;
+            walk.pair(keys)?;
         }
         Ok(())
     });

@@ -157,7 +157,7 @@ pub(crate) fn said(decoded: &Decoded<'_>) -> Value {
         Message::Utility(utility) => json!([utility.method, utility.level]),
         Message::Ready(ready) => json!([ready.max_model_len, ready.vllm_version]),
         Message::StartDpWave => Value::Null,
-        Message::Handshake | Message::EngineDead | Message::Connector { .. } => {
+        Message::Handshake | Message::EngineDead | Message::Connector { .. } | Message::Diffusion(_) => {
             json!(format!("{message:?}"))
         }
     }

@@ -144,10 +144,12 @@ pub(crate) fn all_told(page: &Exposition) -> Result<()> {
     Ok(())
 }
 
-/// The core of a stage or of plain vLLM, by its title.
+/// The core of a stage or of plain vLLM, or a diffusion stage with one device, by its title.
 fn is_engine(pid: u32) -> bool {
-    fs::read(format!("/proc/{pid}/cmdline"))
-        .is_ok_and(|title| String::from_utf8_lossy(&title).contains("EngineCore"))
+    fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|title| {
+        let title = String::from_utf8_lossy(&title);
+        title.contains("EngineCore") || title.trim_end_matches('\0').ends_with("::DiffusionWorker")
+    })
 }
 
 /// Starts a recording of what the tap sees.

@@ -26,6 +26,7 @@ const STAMPED_BY_THE_API: &[&str] = &[
     "vllm_omni:audio_ttfp_s",
     "vllm_omni:audio_underrun_s",
     "vllm_omni:e2e_request_latency_s",
+    "vllm_omni:image_ttfp_s",
     "vllm_omni:stage_gen_time_s",
 ];
 

@@ -28,6 +28,8 @@ pub(crate) enum Kind {
         /// Whether the server's own statistics are on (its default).
         log_stats: bool,
     },
+    /// vLLM-Omni with a language model and Stable Diffusion behind it.
+    Picture,
 }
 
 /// The installed kit.
@@ -44,6 +46,7 @@ impl Kit {
         kit.install_servers()?;
         kit.make_model("llama", "tiny-llama/generation_config.json")?;
         kit.make_model("audex", "tiny-audex/config.json")?;
+        kit.make_model("picture", "tiny-picture/config.json")?;
         Ok(kit)
     }
 
@@ -165,6 +168,7 @@ impl Kit {
         let (served, folder) = match kind {
             Kind::Vllm { .. } => ("tiny", "tiny-llama"),
             Kind::Omni { .. } => ("audex", "tiny-audex"),
+            Kind::Picture => ("picture", "tiny-picture"),
         };
         [
             served.to_owned(),
@@ -207,6 +211,15 @@ impl Kit {
                 if !log_stats {
                     command.arg("--disable-log-stats");
                 }
+            }
+            Kind::Picture => {
+                command
+                    .env("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+                    .arg(files().join("vllm-omni"))
+                    .arg("serve")
+                    .arg(self.folder.join("tiny-picture"))
+                    .args(["--omni", "--served-model-name", "picture", "--deploy-config"])
+                    .arg(files().join("picture.yaml"));
             }
         }
         command.args(["--host", "127.0.0.1", "--port", &port.to_string()]);

@@ -44,6 +44,8 @@ pub(crate) enum Form {
     SpeechStream,
     /// Samples in server-sent events.
     SpeechEvents,
+    /// Pictures in a JSON answer.
+    Images,
 }
 
 impl Form {
@@ -52,11 +54,12 @@ impl Form {
             Self::Completion | Self::CompletionStream => "/v1/completions",
             Self::Chat | Self::ChatStream => "/v1/chat/completions",
             Self::Speech | Self::SpeechStream | Self::SpeechEvents => "/v1/audio/speech",
+            Self::Images => "/v1/images/generations",
         }
     }
 
     pub(crate) fn streams(self) -> bool {
-        !matches!(self, Self::Completion | Self::Chat | Self::Speech)
+        !matches!(self, Self::Completion | Self::Chat | Self::Speech | Self::Images)
     }
 }
 
@@ -86,6 +89,8 @@ pub(crate) struct Outcome {
     pub(crate) output_tokens: Option<u64>,
     /// Audio frames received.
     pub(crate) frames: usize,
+    /// Images received.
+    pub(crate) images: usize,
 }
 
 /// `count` requests for a server, of every form it has; every sixth or so is given up.
@@ -94,6 +99,7 @@ pub(crate) fn requests(kind: Kind, count: usize) -> Vec<Request> {
         .map(|i| match kind {
             Kind::Vllm { .. } => text_request(i),
             Kind::Omni { .. } => speech_request(i),
+            Kind::Picture => picture_request(i),
         })
         .collect()
 }
@@ -177,6 +183,31 @@ fn speech_request(i: usize) -> Request {
         }
     });
     Request { form, body, leave }
+}
+
+fn picture_request(i: usize) -> Request {
+    let mut body = json!({
+        "model": "picture",
+        "prompt": format!("Picture {:02} {}", i % 100, "with more in it ".repeat(i % 4)),
+        "n": 1 + i % 2,
+        "num_inference_steps": 2 + i % 5,
+        "seed": i,
+    });
+    let mut leave = None;
+    if i % 6 == 5 {
+        // At the language model, or while a long picture is made.
+        body["num_inference_steps"] = json!(80);
+        leave = Some(Leave::Time(Duration::from_millis(if i % 12 == 5 {
+            150
+        } else {
+            1500
+        })));
+    }
+    Request {
+        form: Form::Images,
+        body,
+        leave,
+    }
 }
 
 /// The same speech request so many times, answered whole.
@@ -269,6 +300,7 @@ fn one(port: u16, request: &Request) -> Result<Outcome> {
         text: request.body["input"].as_str().map_or(0, str::len),
         output_tokens: None,
         frames: 0,
+        images: 0,
     };
     let answer = match client(limit).post(url).send_json(&request.body) {
         Err(ureq::Error::Timeout(_)) if matches!(request.leave, Some(Leave::Time(_))) => {
@@ -291,6 +323,7 @@ fn one(port: u16, request: &Request) -> Result<Outcome> {
     };
     match request.form {
         Form::Completion | Form::Chat => outcome.note(&serde_json::from_reader(body)?),
+        Form::Images => outcome.images = images(&serde_json::from_reader(body)?)?,
         Form::Speech => {
             let mut file = Vec::new();
             body.read_to_end(&mut file)?;
@@ -333,6 +366,13 @@ fn one(port: u16, request: &Request) -> Result<Outcome> {
     Ok(outcome)
 }
 
+/// How many images a JSON answer has. One without any is an error.
+fn images(answer: &Value) -> Result<usize> {
+    let images = answer["data"].as_array().map_or(0, Vec::len);
+    ensure!(images > 0, "an answer without images");
+    Ok(images)
+}
+
 impl Outcome {
     /// Takes what a JSON answer or event says.
     fn note(&mut self, answer: &Value) {
@@ -359,23 +399,26 @@ impl Outcome {
 mod tests {
     use std::{collections::BTreeSet, io::Write, net::TcpListener};
 
+    use rstest::rstest;
+
     use super::*;
 
-    #[test]
-    fn a_run_has_every_form_and_some_that_leave() {
-        let vllm = Kind::Vllm { parallel: false };
-        for kind in [vllm, Kind::Omni { log_stats: true }] {
-            let all = requests(kind, 30);
-            let forms: BTreeSet<Form> = all.iter().map(|r| r.form).collect();
-            assert_eq!(forms.len(), if kind == vllm { 4 } else { 3 });
-            let left = all.iter().filter(|r| r.leave.is_some()).count();
-            assert!((4..=6).contains(&left), "{left}");
-            assert!(
-                all.iter()
-                    .any(|r| r.form.streams() && matches!(r.leave, Some(Leave::Packets(_))))
-            );
-            assert!(all.iter().any(|r| matches!(r.leave, Some(Leave::Time(_)))));
-        }
+    #[rstest]
+    #[case::text(Kind::Vllm { parallel: false }, 4)]
+    #[case::speech(Kind::Omni { log_stats: true }, 3)]
+    #[case::pictures(Kind::Picture, 1)]
+    fn a_run_has_every_form_and_some_that_leave(#[case] kind: Kind, #[case] forms: usize) {
+        let all = requests(kind, 30);
+        let found: BTreeSet<Form> = all.iter().map(|r| r.form).collect();
+        assert_eq!(found.len(), forms);
+        let left = all.iter().filter(|r| r.leave.is_some()).count();
+        assert!((4..=6).contains(&left), "{left}");
+        let leaves_midway = |r: &Request| r.form.streams() && matches!(r.leave, Some(Leave::Packets(_)));
+        assert_eq!(
+            all.iter().any(leaves_midway),
+            all.iter().any(|r| r.form.streams())
+        );
+        assert!(all.iter().any(|r| matches!(r.leave, Some(Leave::Time(_)))));
     }
 
     /// A server that answers one request with `answer` and says how many bytes it could write.

@@ -59,3 +59,52 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     @classmethod
     def get_current_memory_usage(cls, device=None):
         return psutil.Process().memory_info().rss
+
+    @classmethod
+    def get_diffusion_attn_backend_cls(cls, *_args, **_kwargs):
+        from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum
+
+        return DiffusionAttentionBackendEnum.TORCH_SDPA.get_path()
+
+    @classmethod
+    def supports_diffusion_dense_flash_attention(cls):
+        return False
+
+    # What a diffusion worker asks its device's module of torch for: there is one device, and its memory is that of
+    # the process.
+
+    @classmethod
+    def is_initialized(cls):
+        return True
+
+    @classmethod
+    def current_device(cls):
+        return 0
+
+    @classmethod
+    def set_device(cls, *_args):
+        return None
+
+    @classmethod
+    def empty_cache(cls):
+        return None
+
+    @classmethod
+    def reset_peak_memory_stats(cls, *_args):
+        return None
+
+    @classmethod
+    def memory_allocated(cls, *_args):
+        return cls.get_current_memory_usage()
+
+    @classmethod
+    def memory_reserved(cls, *_args):
+        return cls.get_current_memory_usage()
+
+    @classmethod
+    def max_memory_allocated(cls, *_args):
+        return cls.get_current_memory_usage()
+
+    @classmethod
+    def max_memory_reserved(cls, *_args):
+        return cls.get_current_memory_usage()
