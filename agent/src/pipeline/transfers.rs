@@ -165,7 +165,7 @@ impl Transfers {
                     self.get_alone(key, &known, places, sink);
                 }
                 if let Some((full, get)) = self.gets.insert(hop, get, limits.max_transfers)
-                    && let Some(key) = Key::of_segment(full.name())
+                    && let Some(key) = key_of(full.name())
                 {
                     self.get_alone(key, &get, places, sink);
                 }
@@ -236,7 +236,7 @@ impl Transfers {
             .gets
             .take(|_, get| now_ns.saturating_sub(get.done_ns) >= grace_ns)
         {
-            if let Some(key) = Key::of_segment(hop.name()) {
+            if let Some(key) = key_of(hop.name()) {
                 self.get_alone(key, &get, places, sink);
             }
         }
@@ -307,6 +307,11 @@ impl Transfers {
         let to = self.edges.end(places.again(get.pid, get.place), key.to_stage);
         self.edges.observe(pipeline, from, to, &hop, sink);
     }
+}
+
+/// The key that a segment or object is named by.
+pub(super) fn key_of(name: &str) -> Option<Key<'_>> {
+    Key::of_segment(name).or_else(|| Key::of_object(name))
 }
 
 /// A put that nobody is known to have taken: its size and time are no hop's.
