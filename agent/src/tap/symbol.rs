@@ -280,7 +280,11 @@ fn places(names: &[u8], name: &[u8]) -> Vec<u32> {
 /// Where names of functions of C++ stand in a string table that are called so.
 fn cpp_places(names: &[u8], path: &str, parameters: &[&str]) -> Vec<u32> {
     // As it stands in the symbol: each part behind its length.
-    let parts: String = path.split("::").map(|part| format!("{}{part}", part.len())).collect();
+    let mut parts = String::new();
+    for part in path.split("::") {
+        parts.push_str(&part.len().to_string());
+        parts.push_str(part);
+    }
     let mut found = Vec::new();
     for prefix in ["_ZN", "_ZNK"] {
         let start = format!("{prefix}{parts}E");

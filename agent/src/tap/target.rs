@@ -431,9 +431,10 @@ impl Finder {
             }
             At::Io(note) => note,
             At::Call(arguments) => {
-                let returns = match function.is_whole {
-                    true => site::returns(self.arch, &function.code),
-                    false => Vec::new(),
+                let returns = if function.is_whole {
+                    site::returns(self.arch, &function.code)
+                } else {
+                    Vec::new()
                 };
                 if returns.is_empty() {
                     return Ok(Vec::new());
