@@ -27,6 +27,16 @@ pub mod program {
     pub const FLOCK: &str = "flock";
     /// The four that watch segments of shared memory.
     pub const SHM: [&str; 4] = [SHM_OPEN, SHM_UNLINK, FTRUNCATE, FLOCK];
+    /// Entry uprobe on `mooncake::RealClient::put`, or some instructions behind it: it reads the second and fourth
+    /// argument.
+    pub const STORE_PUT: &str = "store_put";
+    /// Entry uprobe on `mooncake::RealClient::get_buffer`, whose result is an object: it reads where that goes, and
+    /// the key.
+    pub const STORE_GET: &str = "store_get";
+    /// Uprobe on the returns of both.
+    pub const STORE_RETURN: &str = "store_return";
+    /// The three that watch Mooncake's store.
+    pub const STORE: [&str; 3] = [STORE_PUT, STORE_GET, STORE_RETURN];
     /// Uprobe in `read` and `recv`, behind the system call: result and arguments are in their registers (x86-64).
     /// The same holds for the programs up to [`HTTP_SYSCALL`].
     pub const HTTP_READ: &str = "http_read";
@@ -129,7 +139,7 @@ pub mod watch {
     pub const FRAMES: u64 = 1;
     /// Forks and the end of the process are reported.
     pub const LIFE: u64 = 2;
-    /// What the process does with segments of shared memory is followed.
+    /// What the process does with segments of shared memory, and with Mooncake's store, is followed.
     pub const SHM: u64 = 4;
     /// What the process reads from and writes to its HTTP connections is captured.
     pub const HTTP: u64 = 8;
@@ -290,18 +300,31 @@ pub enum ShmStep {
     /// The lock is released after a [`ShmStep::Create`] whose segment was given a size, which is `size`, or
     /// after a [`ShmStep::Take`]. It has no name.
     Done = 4,
+    /// Mooncake's store has taken an object: a whole put, from `start_ns` on, of `size` bytes. The name is its key.
+    StorePut = 5,
+    /// Mooncake's store has given an object: a whole get, from `start_ns` on. The name is its key.
+    StoreGet = 6,
 }
 
 impl ShmStep {
     fn of(step: u32) -> Option<Self> {
-        [Self::Create, Self::Take, Self::Unlink, Self::Done]
-            .into_iter()
-            .find(|known| *known as u32 == step)
+        [
+            Self::Create,
+            Self::Take,
+            Self::Unlink,
+            Self::Done,
+            Self::StorePut,
+            Self::StoreGet,
+        ]
+        .into_iter()
+        .find(|known| *known as u32 == step)
     }
 }
 
 /// Room for the name in a record; a name may be cut there, behind all that a file system allows.
 pub const SHM_NAME_ROOM: usize = 264;
+/// Room for an object's key in a record; what has a longer one is no stage's.
+pub const STORE_NAME_ROOM: usize = 512;
 
 /// Start of a record of [`Kind::Shm`]. The name follows at once, as the thread gave it: with its slash.
 #[repr(C)]
@@ -461,11 +484,14 @@ pub enum Counter {
     LostHttpUnreadable = 20,
     /// Connections, or calls, that could not be remembered.
     HttpNotKept = 21,
+    /// Calls of a store's functions that begin where the end of the one before in that thread was not seen: it left by
+    /// an exception, or by a jump to another function, as a put of Mooncake does that failed.
+    StoreUnreturned = 22,
 }
 
 impl Counter {
     /// All of them, in the order of their index.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 23] = [
         Self::Captured,
         Self::Aux,
         Self::Short,
@@ -488,6 +514,7 @@ impl Counter {
         Self::LostHttpRingFull,
         Self::LostHttpUnreadable,
         Self::HttpNotKept,
+        Self::StoreUnreturned,
     ];
 
     /// The label value.
@@ -516,6 +543,7 @@ impl Counter {
             Self::LostHttpRingFull => "http_ring_full",
             Self::LostHttpUnreadable => "http_unreadable",
             Self::HttpNotKept => "http_not_kept",
+            Self::StoreUnreturned => "store_unreturned",
         }
     }
 
@@ -539,7 +567,8 @@ impl Counter {
             | Self::ShmIgnored
             | Self::HttpCaptured
             | Self::HttpNoted
-            | Self::HttpIgnored => false,
+            | Self::HttpIgnored
+            | Self::StoreUnreturned => false,
             Self::LostRingFull
             | Self::LostUnreadable
             | Self::LostUnknownType

@@ -16,6 +16,7 @@ mod http;
 mod maps;
 mod processes;
 mod shm;
+mod store;
 
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {

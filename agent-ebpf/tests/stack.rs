@@ -241,6 +241,9 @@ fn programs_stay_under_the_limit(#[case] object: &[u8]) {
             "process_fork",
             "shm_open",
             "shm_unlink",
+            "store_get",
+            "store_put",
+            "store_return",
             "zmq_msg_send"
         ]
     );

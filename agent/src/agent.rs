@@ -180,6 +180,7 @@ impl Agent {
                 for (set, lost) in [
                     (ProbeSet::Shm, "transfers through shared memory"),
                     (ProbeSet::Http, "HTTP connections"),
+                    (ProbeSet::Store, "transfers through Mooncake's store"),
                 ] {
                     for (program, source) in tap.refused(set) {
                         warn!(program, error = %source, "no news of {lost}");
@@ -814,6 +815,7 @@ impl Discovery {
             }
             ProbeSet::Shm => role.has_connector() && is_omni(),
             ProbeSet::Http => role.serves_http() && self.http,
+            ProbeSet::Store => role.has_connector() && is_omni() && self.host.connectors(key).store,
         }
     }
 }

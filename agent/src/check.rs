@@ -603,6 +603,11 @@ fn try_tap(facts: &Facts, report: &mut Report) {
             "transfers through shared memory",
         ),
         (ProbeSet::Http, "trial: HTTP", "HTTP connections"),
+        (
+            ProbeSet::Store,
+            "trial: store",
+            "transfers through Mooncake's store",
+        ),
     ] {
         if let [(name, e), ..] = tap.refused(set) {
             report.add(

@@ -208,6 +208,32 @@ fn a_get_without_its_put_gives_the_receivers_time() {
     assert_eq!(skips(&play.sink, "unknown_replica"), [1, 1, 1, 1]);
 }
 
+#[rstest]
+#[case::mooncake("speech-a-1a2b3c4d_0_2@0_1")]
+#[case::kv_cache("omni_0_to_1_kv_cache_speech-a-1a2b3c4d@0_1")]
+#[case::yuanrong("speech-a-1a2b3c4d_0_2:0_1")]
+fn objects_of_a_store_are_hops_too(#[case] key: &str) {
+    let mut play = Play::omni(2);
+    play.put(engine(0, 0), key, 283, (1_000, 1_003));
+    play.get(engine(1, 0), key, (1_010, 1_014));
+    assert_hop(&play.sink, EDGE, [283.0, 0.003, 0.004, 0.007]);
+    // It stays in the store: whoever takes it again may have got it from anywhere.
+    play.get(engine(1, 0), key, (2_010, 2_014));
+    play.tick(4_000);
+    assert_eq!(hops(&play.sink), 1);
+    assert_eq!(skips(&play.sink, "unknown_replica"), [1; 4]);
+}
+
+#[rstest]
+#[case::another_programs("model/weights@0_1")]
+#[case::no_stages("speech-a-1a2b3c4d_0_2@east")]
+#[case::of_nothing("@0_1")]
+fn other_objects_are_left_alone(#[case] key: &str) {
+    let mut play = Play::omni(2);
+    play.put(engine(0, 0), key, 283, (1_000, 1_003));
+    assert_eq!(play.tracker.transfers(), TransferCounts::default());
+}
+
 #[test]
 fn replicas_have_edges_of_their_own() {
     let mut play = Play::omni(2);

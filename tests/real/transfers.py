@@ -1,8 +1,8 @@
 """Payloads between two stages through a real connector of vLLM-Omni, without a model: one process for each stage.
 
-Standard output has a JSON object a line: `ready`, then for each line `go` on standard input a run's `ended`, with what
-the connectors themselves say they moved. The end of the input ends all processes. The stages have the titles of
-vLLM-Omni's stage cores, talk to their parent over ZMQ as those do, and report to its real coordinator.
+Standard output has a JSON object a line: `ready`, and when the file of `--start` has appeared and all is done, `ended`,
+with what the connectors themselves say they moved. SIGTERM ends all processes. The stages have the titles of vLLM-Omni's
+stage cores, talk to their parent over ZMQ as those do, and report to its real coordinator.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 
@@ -117,6 +116,7 @@ def tell(out, what, **more):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("connector", choices=CONNECTORS)
+    parser.add_argument("--start", required=True, help="a file whose appearance starts the transfers")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--bytes", type=int, default=1 << 20, help="of a chunk's tensor")
@@ -157,19 +157,20 @@ def main():
     for _ in stages:
         assert heard()["t"] == "ready"
     tell(out, "ready", pids=[process.pid for process in stages])
-    for run, line in enumerate(sys.stdin):
-        if line.strip() != "go":
-            break
-        moved = [0, 0]
-        for request in range(options.requests):
-            # As the server makes ids: eight characters of its own at the end.
-            ident = f"real-{run}-{request}-{os.urandom(4).hex()}"
-            for number in (0, 1):
-                link.send_multipart([number.to_bytes(2, "little"), msgspec.msgpack.encode({"t": "request", "id": ident})])
-            for _ in stages:
-                done = heard()
-                moved[done["stage"]] += done["bytes"]
-        tell(out, "ended", hops=options.requests * options.chunks, sent=moved[0], received=moved[1])
+    while not os.path.exists(options.start):
+        time.sleep(0.05)
+    moved = [0, 0]
+    for request in range(options.requests):
+        # As the server makes ids: eight characters of its own at the end.
+        ident = f"real-{request}-{os.urandom(4).hex()}"
+        for number in (0, 1):
+            link.send_multipart([number.to_bytes(2, "little"), msgspec.msgpack.encode({"t": "request", "id": ident})])
+        for _ in stages:
+            done = heard()
+            moved[done["stage"]] += done["bytes"]
+    tell(out, "ended", hops=options.requests * options.chunks, sent=moved[0], received=moved[1])
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.sigwait({signal.SIGTERM})
     for number in (0, 1):
         link.send_multipart([number.to_bytes(2, "little"), msgspec.msgpack.encode({"t": "stop"})])
     for process in stages:

@@ -2,6 +2,7 @@
 
 pub(crate) mod agent;
 mod compare;
+mod connectors;
 pub(crate) mod exposition;
 pub(crate) mod kit;
 pub(crate) mod load;
@@ -70,6 +71,8 @@ enum Case {
     Forwarder,
     /// vLLM-Omni, a language model and a diffusion stage in a process of its own
     Ardit,
+    /// vLLM-Omni's connectors between two stages without a model
+    Connectors,
 }
 
 impl Case {
@@ -81,16 +84,19 @@ impl Case {
             Self::OmniOff => "omni-off",
             Self::Forwarder => "forwarder",
             Self::Ardit => "ardit",
+            Self::Connectors => "connectors",
         }
     }
 
-    fn server(self) -> Kind {
+    /// `None`: there is none.
+    fn server(self) -> Option<Kind> {
         match self {
-            Self::Vllm => Kind::Vllm { parallel: false },
-            Self::VllmParallel => Kind::Vllm { parallel: true },
-            Self::Omni | Self::Forwarder => Kind::Omni { log_stats: true },
-            Self::OmniOff => Kind::Omni { log_stats: false },
-            Self::Ardit => Kind::Picture,
+            Self::Vllm => Some(Kind::Vllm { parallel: false }),
+            Self::VllmParallel => Some(Kind::Vllm { parallel: true }),
+            Self::Omni | Self::Forwarder => Some(Kind::Omni { log_stats: true }),
+            Self::OmniOff => Some(Kind::Omni { log_stats: false }),
+            Self::Ardit => Some(Kind::Picture),
+            Self::Connectors => None,
         }
     }
 }
@@ -162,7 +168,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         println!("\n== {} ==", case.name());
         let folder = setup::target_dir().join("real").join(case.name());
         fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-        match one_case(case, args, &kit, agent.as_deref(), &folder) {
+        let done = match case.server() {
+            Some(kind) => one_case((case, kind), args, &kit, agent.as_deref(), &folder),
+            None => connectors::check(&kit, agent.as_deref(), &folder),
+        };
+        match done {
             Ok(true) => {}
             Ok(false) => failed.push(format!("{} deviates", case.name())),
             // The other cases are worth their time all the same.
@@ -177,15 +187,21 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     Ok(())
 }
 
-fn one_case(case: Case, args: &Args, kit: &Kit, agent: Option<&Path>, folder: &Path) -> Result<bool> {
+fn one_case(
+    (case, kind): (Case, Kind),
+    args: &Args,
+    kit: &Kit,
+    agent: Option<&Path>,
+    folder: &Path,
+) -> Result<bool> {
     let log = folder.join("server.log");
     let mut server = match case {
-        Case::Forwarder => Server::start_with(kit, case.server(), &log, kit::forward)?,
-        _ => Server::start(kit, case.server(), &log)?,
+        Case::Forwarder => Server::start_with(kit, kind, &log, kit::forward)?,
+        _ => Server::start(kit, kind, &log)?,
     };
     at_rest(&server.metrics())?;
-    let mut run = attended(case, args, agent, &server, folder)?;
-    run.agent = run.agent.map(|page| page.of_models(&kit.models(case.server())));
+    let mut run = attended((case, kind), args, agent, &server, folder)?;
+    run.agent = run.agent.map(|page| page.of_models(&kit.models(kind)));
     server.process.stop(Duration::from_secs(30))?;
     fs::write(
         folder.join("requests.json"),
@@ -230,7 +246,13 @@ fn one_case(case: Case, args: &Args, kit: &Kit, agent: Option<&Path>, folder: &P
 }
 
 /// The part of a case during which the agent runs: it starts beside the running server and ends before it.
-fn attended(case: Case, args: &Args, agent: Option<&Path>, server: &Server, folder: &Path) -> Result<Run> {
+fn attended(
+    (case, kind): (Case, Kind),
+    args: &Args,
+    agent: Option<&Path>,
+    server: &Server,
+    folder: &Path,
+) -> Result<Run> {
     let keep = |name: &str, text: &str| {
         let path = folder.join(name);
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
@@ -261,7 +283,7 @@ fn attended(case: Case, args: &Args, agent: Option<&Path>, server: &Server, fold
 
     let segments = Segments::watch()?;
     let start = Instant::now();
-    let outcomes = load::send(server.port, &load::requests(case.server(), args.requests.into()))?;
+    let outcomes = load::send(server.port, &load::requests(kind, args.requests.into()))?;
     println!("  requests took {:.1} s", start.elapsed().as_secs_f64());
 
     let server_after = at_rest(&server.metrics())?;

@@ -36,11 +36,20 @@ impl Connectors {
                 || below(b"mori")
                 || name.starts_with(b"libmori")
                 || name.starts_with(b"libnixl");
-            found.store |= folder == b"mooncake" && name.starts_with(b"store.");
+            found.store |= is_store(path);
             found.unseen |= below(b"datasystem") || name.starts_with(b"libdatasystem");
         }
         found
     }
+}
+
+/// Whether a file is the client library of Mooncake's store: `mooncake/store.so`, with or without a Python's name.
+pub(crate) fn is_store(path: &[u8]) -> bool {
+    let mut parts = path.rsplit(|&b| b == b'/');
+    let name = parts.next().unwrap_or_default();
+    name.starts_with(b"store.")
+        && name.windows(3).any(|part| part == b".so")
+        && parts.next() == Some(b"mooncake")
 }
 
 /// Shortest pause between two looks at a process.

@@ -791,17 +791,18 @@ families! {
         "Probes that were taken off.";
     OmnitapProbeFailuresTotal "omnitap_probe_failures_total"
         Counter, &["probes", "reason"], Own, Nothing,
-        "Attempts to probe a process that failed, by what the probes are for (frames, shm, http) and reason.";
+        "Attempts to probe a process that failed, by what the probes are for (frames, shm, http, store) and reason.";
     OmnitapProbeHitsTotal "omnitap_probe_hits_total"
         Counter, &["result"], Own, Nothing,
         "Hits of probes that lost nothing, by what became of the frame: captured, aux (header only), short (dropped \
-         on purpose), unwatched; for shared memory: shm_captured (a step of a transfer), shm_noted (kept in the \
-         kernel: polls, nearly all), shm_ignored; for HTTP: http_captured, http_noted (in front of a call), \
+         on purpose), unwatched; for shared memory and stores: shm_captured (a step of a transfer), shm_noted \
+         (kept in the kernel: polls, nearly all), shm_ignored, store_unreturned (a call after one whose end was not \
+         seen); for HTTP: http_captured, http_noted (in front of a call), \
          http_ignored (other descriptors than connections, calls to be tried again).";
     OmnitapProbesAttachedTotal "omnitap_probes_attached_total"
         Counter, &["site"], Own, Nothing,
-        "Probes set, by the kind of the probed instruction: slow ones are single-stepped by the kernel, the others \
-         emulated at a twentieth of the cost.";
+        "Probes set, by the kind of the probed instruction: slow ones and returns (of a store's few calls) are \
+         single-stepped by the kernel, the others emulated at a twentieth of the cost.";
     OmnitapProbedProcesses "omnitap_probed_processes"
         Gauge(Sum), &[], Own, Nothing,
         "Processes that are probed now.";

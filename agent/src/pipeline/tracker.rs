@@ -8,12 +8,12 @@ use super::{
     places::Places,
     sink::Sink,
     state::{Environment, Kind, PipelineState},
-    transfers::{ShmTaken, TransferCounts, Transfers},
+    transfers::{ShmTaken, TransferCounts, Transfers, key_of},
 };
 use crate::{
     host::identity::{Change, Pipeline, PipelineId, Process, ProcessKey},
     metrics::merge::{Known, Ledger, Mark},
-    wire::{assemble::Aux, connector::Key, http::connections::News, message::Message, shm::ShmEvent},
+    wire::{assemble::Aux, http::connections::News, message::Message, shm::ShmEvent},
 };
 
 /// Times and caps of the state machines.
@@ -150,7 +150,7 @@ impl Tracker {
 
     /// A process did something with a shared-memory segment.
     pub fn shm<S: Sink + ?Sized>(&mut self, event: &ShmEvent<'_>, sink: &mut S) -> ShmTaken {
-        let Some(key) = Key::of_segment(event.name()) else {
+        let Some(key) = key_of(event.name()) else {
             return ShmTaken::Foreign;
         };
         let places = Places(&self.processes);

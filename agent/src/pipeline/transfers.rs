@@ -162,12 +162,10 @@ impl Transfers {
                     return;
                 }
                 if let Some(known) = self.gets.remove(&hop) {
-                    self.get_alone(key, &known, places, sink);
+                    self.get_alone(hop.name(), &known, places, sink);
                 }
-                if let Some((full, get)) = self.gets.insert(hop, get, limits.max_transfers)
-                    && let Some(key) = Key::of_segment(full.name())
-                {
-                    self.get_alone(key, &get, places, sink);
+                if let Some((full, get)) = self.gets.insert(hop, get, limits.max_transfers) {
+                    self.get_alone(full.name(), &get, places, sink);
                 }
             }
             ShmEvent::Unlinked { time_ns, .. } => {
@@ -236,9 +234,7 @@ impl Transfers {
             .gets
             .take(|_, get| now_ns.saturating_sub(get.done_ns) >= grace_ns)
         {
-            if let Some(key) = Key::of_segment(hop.name()) {
-                self.get_alone(key, &get, places, sink);
-            }
+            self.get_alone(hop.name(), &get, places, sink);
         }
         self.pulls.tick(now_ns, limits, sink);
     }
@@ -293,9 +289,12 @@ impl Transfers {
         self.edges.observe(put.place.pipeline, from, to, &hop, sink);
     }
 
-    /// A get whose put was not seen: the agent came in between. A segment never leaves its host, so a sending stage
-    /// that has one replica here is the sender.
-    fn get_alone<S: Sink + ?Sized>(&mut self, key: Key<'_>, get: &Get, places: Places<'_>, sink: &mut S) {
+    /// A get whose put was not seen: the agent came in between, or it is an object of a store that another host has put.
+    /// A segment never leaves its host, so a sending stage that has one replica here is the sender.
+    fn get_alone<S: Sink + ?Sized>(&mut self, name: &str, get: &Get, places: Places<'_>, sink: &mut S) {
+        let Some(key) = key_of(name) else {
+            return;
+        };
         let pipeline = get.place.pipeline;
         let hop = Hop::alone(
             Err(Reason::PutNotSeen),
@@ -303,10 +302,16 @@ impl Transfers {
         );
         let from = key
             .from_stage
+            .filter(|_| Key::of_object(name).is_none())
             .and_then(|stage| places.only_replica(pipeline, stage));
         let to = self.edges.end(places.again(get.pid, get.place), key.to_stage);
         self.edges.observe(pipeline, from, to, &hop, sink);
     }
+}
+
+/// The key that a segment or object is named by.
+pub(super) fn key_of(name: &str) -> Option<Key<'_>> {
+    Key::of_object(name).or_else(|| Key::of_segment(name))
 }
 
 /// A put that nobody is known to have taken: its size and time are no hop's.

@@ -1,11 +1,12 @@
-//! Puts segments of shared memory together from the steps of the threads that make and take them.
+//! Puts segments of shared memory together from the steps of the threads that make and take them. Objects of a store
+//! come whole.
 
 use std::collections::HashMap;
 
 use omnitap_ebpf::{ShmHeader, ShmStep};
 use rustc_hash::FxBuildHasher;
 
-use crate::wire::{connector::MAX_SEGMENT_NAME, shm::ShmEvent};
+use crate::wire::{connector::MAX_KEY, shm::ShmEvent};
 
 /// Threads with a put or get under way; beyond it all are forgotten, so that a transfer is lost and counted.
 const MAX_THREADS: usize = 4096;
@@ -48,6 +49,29 @@ impl Threads {
         mut each: impl FnMut(ShmEvent<'_>),
     ) -> Result<(), Dropped> {
         let (pid, tid, time_ns) = (header.tgid, header.tid, header.time_ns);
+        let start_ns = header.start_ns;
+        if step == ShmStep::StorePut || step == ShmStep::StoreGet {
+            let name = own_name(name).ok_or(Dropped::Foreign)?;
+            each(if step == ShmStep::StorePut {
+                ShmEvent::Put {
+                    pid,
+                    tid,
+                    name,
+                    size: header.size,
+                    start_ns,
+                    done_ns: time_ns,
+                }
+            } else {
+                ShmEvent::Get {
+                    pid,
+                    tid,
+                    name,
+                    start_ns,
+                    done_ns: time_ns,
+                }
+            });
+            return Ok(());
+        }
         let thread = (pid, tid);
         if step == ShmStep::Done {
             let Pending {
@@ -95,7 +119,7 @@ impl Threads {
         let new = Pending {
             is_put: step == ShmStep::Create,
             name: name.map(str::to_owned),
-            start_ns: header.start_ns,
+            start_ns,
             time_ns,
         };
         let old = self.pending.insert(thread, new);
@@ -123,7 +147,7 @@ impl Threads {
 fn own_name(name: &[u8]) -> Option<&str> {
     let name = std::str::from_utf8(name.strip_prefix(b"/").unwrap_or(name)).ok()?;
     let is_own = !name.is_empty()
-        && name.len() <= MAX_SEGMENT_NAME
+        && name.len() <= MAX_KEY
         && !OTHERS.iter().any(|other| name.starts_with(other));
     is_own.then_some(name)
 }
@@ -271,7 +295,7 @@ mod tests {
     #[case::semaphore(b"/sem.mp-abc")]
     #[case::openmp(b"/__KMP_REGISTERED_LIB_1_0")]
     #[case::no_text(b"/a\xff")]
-    #[case::too_long(&[b'a'; 256])]
+    #[case::too_long(&[b'a'; 513])]
     #[case::empty(b"/")]
     fn foreign_names(#[case] name: &[u8]) {
         let mut threads = Threads::default();
@@ -290,7 +314,7 @@ mod tests {
 
     #[test]
     fn the_longest_name_is_taken() {
-        let name = "n".repeat(MAX_SEGMENT_NAME);
+        let name = "n".repeat(MAX_KEY);
         assert_eq!(own_name(format!("/{name}").as_bytes()), Some(&*name));
     }
 

@@ -56,18 +56,21 @@ pub enum SiteKind {
     /// As [`SiteKind::Syscall`], behind the function of libc that makes the system calls of others: all of their
     /// calls hit it.
     Helper,
+    /// A return: single-stepped on x86-64, for functions that are called a few times for a request.
+    Return,
     /// Single-stepped: a hit costs some 20 times more.
     Slow,
 }
 
 impl SiteKind {
     /// All, in the order of [`SiteKind::index`].
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Push,
         Self::Nop,
         Self::Branch,
         Self::Syscall,
         Self::Helper,
+        Self::Return,
         Self::Slow,
     ];
 
@@ -80,6 +83,7 @@ impl SiteKind {
             Self::Branch => "branch",
             Self::Syscall => "syscall",
             Self::Helper => "helper",
+            Self::Return => "return",
             Self::Slow => "slow",
         }
     }
@@ -110,7 +114,7 @@ impl Site {
     };
 }
 
-/// The best site in a function with its first arguments in registers, up to three that are still as the caller
+/// The best site in a function with its first arguments in registers, up to four that are still as the caller
 /// left them, from its first bytes (the whole of it, where known: a branch back to the site is seen only then).
 /// Falls back to the entry.
 #[must_use]
@@ -134,6 +138,72 @@ pub fn behind_syscalls(arch: Arch, code: &[u8]) -> Vec<Site> {
         Arch::X86_64 => x86_64_syscalls(code),
         Arch::Aarch64 => aarch64_syscalls(code),
     }
+}
+
+/// The returns of a function, from the whole of its code. Returns of a call that leaves by a jump to another function
+/// are not among them. Empty: it has none, or what looks like one may be the middle of another instruction.
+#[must_use]
+pub fn returns(arch: Arch, code: &[u8]) -> Vec<Site> {
+    match arch {
+        Arch::X86_64 => x86_64_returns(code),
+        Arch::Aarch64 => aarch64_returns(code),
+    }
+}
+
+fn a_return(offset: u64, before: usize) -> Site {
+    Site {
+        offset,
+        kind: SiteKind::Return,
+        skipped: u8::try_from(before).unwrap_or(u8::MAX),
+    }
+}
+
+/// Every byte must be part of an instruction, the last one must end the code, and no jump may lead between two: then
+/// the code is read as the processor does.
+fn x86_64_returns(code: &[u8]) -> Vec<Site> {
+    let instructions: Vec<_> = Decoder::with_ip(64, code, 0, DecoderOptions::NONE)
+        .iter()
+        .collect();
+    let end = code.len() as u64;
+    let is_start = |address: u64| {
+        instructions
+            .binary_search_by_key(&address, Instruction::ip)
+            .is_ok()
+    };
+    let is_read_right = instructions.iter().all(|instruction| {
+        let is_inside = match instruction.flow_control() {
+            FlowControl::ConditionalBranch | FlowControl::UnconditionalBranch => {
+                let target = instruction.near_branch_target();
+                target >= end || is_start(target)
+            }
+            _ => true,
+        };
+        !instruction.is_invalid() && is_inside
+    });
+    if !is_read_right || instructions.last().map(Instruction::next_ip) != Some(end) {
+        return Vec::new();
+    }
+    instructions
+        .iter()
+        .enumerate()
+        .filter(|(_, instruction)| instruction.flow_control() == FlowControl::Return)
+        .map(|(before, instruction)| a_return(instruction.ip(), before))
+        .collect()
+}
+
+/// `ret`, `retaa`, `retab`. Instructions have one size; data among them would have to look like these.
+fn aarch64_returns(code: &[u8]) -> Vec<Site> {
+    let (words, rest) = code.as_chunks::<4>();
+    if !rest.is_empty() {
+        return Vec::new();
+    }
+    let is_return = |word: u32| word & 0xffff_fc1f == 0xd65f_0000 || word & 0xffff_fbff == 0xd65f_0bff;
+    words
+        .iter()
+        .enumerate()
+        .filter(|(_, word)| is_return(u32::from_le_bytes(**word)))
+        .map(|(before, _)| a_return(4 * before as u64, before))
+        .collect()
 }
 
 fn behind_syscall(offset: u64, before: usize) -> Site {
@@ -334,7 +404,7 @@ fn emulated(bytes: &[u8]) -> Option<SiteKind> {
 }
 
 fn writes_argument(info: &mut InstructionInfoFactory, instruction: &Instruction, arguments: u8) -> bool {
-    let registers = [Register::RDI, Register::RSI, Register::RDX];
+    let registers = [Register::RDI, Register::RSI, Register::RDX, Register::RCX];
     let kept = registers.get(..usize::from(arguments)).unwrap_or(&registers);
     info.info(instruction).used_registers().iter().any(|used| {
         kept.contains(&used.register().full_register())
@@ -491,6 +561,38 @@ mod tests {
     #[case::empty(&[], Site::ENTRY)]
     fn x86_64(#[case] code: &[u8], #[case] expected: Site) {
         assert_eq!(choose(Arch::X86_64, code, 3), expected);
+    }
+
+    #[rstest]
+    #[case::one(&[0x31, 0xc0, 0xc3], &[2])]
+    #[case::several(&[0x75, 0x03, 0x31, 0xc0, 0xc3, 0x5b, 0xc3], &[4, 6])]
+    #[case::with_a_prefix(&[0xf3, 0xc3], &[0])]
+    #[case::that_pops_arguments(&[0xc2, 0x08, 0x00], &[0])]
+    #[case::and_a_jump_to_another_function(&[0x75, 0x01, 0xc3, 0xe9, 0, 1, 0, 0], &[2])]
+    #[case::padding_in_between(&[0xc3, 0x0f, 0x1f, 0x44, 0, 0, 0xc3], &[0, 6])]
+    // The byte of a return inside another instruction is none.
+    #[case::a_constant(&[0xb8, 0xc3, 0xc3, 0xc3, 0xc3, 0xc3], &[5])]
+    #[case::none_but_a_jump(&[0xe9, 0, 1, 0, 0], &[])]
+    // What follows is not read as the processor does.
+    #[case::jump_between_two_instructions(&[0x75, 0x01, 0xb8, 0xc3, 0xc3, 0xc3, 0xc3, 0xc3], &[])]
+    #[case::no_instruction(&[0x06, 0xc3], &[])]
+    #[case::cut_short(&[0xc3, 0xb8, 0x01], &[])]
+    #[case::empty(&[], &[])]
+    fn x86_64_returns(#[case] code: &[u8], #[case] expected: &[u64]) {
+        let offsets: Vec<u64> = returns(Arch::X86_64, code).iter().map(|site| site.offset).collect();
+        assert_eq!(offsets, expected);
+    }
+
+    #[rstest]
+    #[case::one(&[0x5280_0000, 0xd65f_03c0], &[4])]
+    #[case::of_another_register(&[0xd65f_0280], &[0])]
+    #[case::signed(&[0xd65f_0bff, 0xd65f_0fff], &[0, 4])]
+    #[case::branch_to_a_register(&[0xd61f_0000], &[])]
+    fn aarch64_returns(#[case] words: &[u32], #[case] expected: &[u64]) {
+        let code: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let offsets: Vec<u64> = returns(Arch::Aarch64, &code).iter().map(|site| site.offset).collect();
+        assert_eq!(offsets, expected);
+        assert!(returns(Arch::Aarch64, &code[1..]).is_empty());
     }
 
     /// A jump to the entry is a call with other arguments, and is to be seen as one.

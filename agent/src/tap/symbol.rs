@@ -30,7 +30,9 @@ use super::{maps::Mapping, site::Arch};
 /// Most bytes read of one file. The string table of the largest native modules (libtorch) has some 20 MB.
 const MAX_READ: u64 = 64 << 20;
 /// Most bytes of a function that are looked at: enough to see whether a branch comes back to the probe site.
-const MAX_CODE: u64 = 4096;
+const MAX_CODE: u64 = 32 << 10;
+/// Longest mangled name that is looked at, in bytes: those of templates have thousands.
+const MAX_MANGLED: usize = 1024;
 /// Bytes looked at of a function whose size the symbol does not tell.
 const CODE_OF_UNKNOWN_SIZE: u64 = 64;
 
@@ -64,7 +66,8 @@ pub enum SymbolError {
     Missing,
     /// The function has no place where its probe could be.
     #[error(
-        "`{0}` has no jump behind its system call to probe, and none in a function that makes the call for it"
+        "`{0}` has no place to probe: no jump behind its system call or in a function that makes the call for it, or \
+        no return that is sure to be one"
     )]
     NoSite(&'static str),
 }
@@ -175,14 +178,30 @@ fn own_path(file: &File) -> PathBuf {
 pub struct Function {
     /// Offset of its first byte in the file.
     pub offset: u64,
-    /// Its first bytes; all of them, up to 4 KiB, where the symbol tells its size.
+    /// Its first bytes; all of them, up to 32 KiB, where the symbol tells its size.
     pub code: Vec<u8>,
+    /// Whether that is all of it.
+    pub is_whole: bool,
     /// Build id of the file, empty where it has none.
     pub build_id: Vec<u8>,
 }
 
+/// What a function is called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Name<'a> {
+    /// The symbol itself.
+    Symbol(&'a str),
+    /// A function of C++, which has more in its symbol.
+    Cpp {
+        /// With its namespaces and class: `space::Class::function`.
+        path: &'a str,
+        /// Parts of its parameters' types, in their order.
+        parameters: &'a [&'a str],
+    },
+}
+
 /// Finds a defined function by name in an ELF file: in the dynamic symbols, then in the full table.
-pub fn find(file: &File, arch: Arch, name: &[u8]) -> Result<Function, SymbolError> {
+pub fn find(file: &File, arch: Arch, name: Name<'_>) -> Result<Function, SymbolError> {
     let cache = ReadCache::new(file);
     let budget = Cell::new(MAX_READ);
     find_in(
@@ -195,7 +214,7 @@ pub fn find(file: &File, arch: Arch, name: &[u8]) -> Result<Function, SymbolErro
     )
 }
 
-fn find_in<'a, R: ReadRef<'a>>(data: R, arch: Arch, name: &[u8]) -> Result<Function, SymbolError> {
+fn find_in<'a, R: ReadRef<'a>>(data: R, arch: Arch, name: Name<'_>) -> Result<Function, SymbolError> {
     let machine = match arch {
         Arch::X86_64 => elf::EM_X86_64,
         Arch::Aarch64 => elf::EM_AARCH64,
@@ -212,7 +231,11 @@ fn find_in<'a, R: ReadRef<'a>>(data: R, arch: Arch, name: &[u8]) -> Result<Funct
                 continue;
             };
             // The names first: in most files the symbol is not there, and the table itself is never read.
-            let places = places(names.data(Le, data)?, name);
+            let names = names.data(Le, data)?;
+            let places = match name {
+                Name::Symbol(name) => places(names, name.as_bytes()),
+                Name::Cpp { path, parameters } => cpp_places(names, path, parameters),
+            };
             if places.is_empty() {
                 continue;
             }
@@ -254,6 +277,55 @@ fn places(names: &[u8], name: &[u8]) -> Vec<u32> {
     found
 }
 
+/// Where names of functions of C++ stand in a string table that are called so.
+fn cpp_places(names: &[u8], path: &str, parameters: &[&str]) -> Vec<u32> {
+    // As it stands in the symbol: each part behind its length.
+    let mut parts = String::new();
+    for part in path.split("::") {
+        parts.push_str(&part.len().to_string());
+        parts.push_str(part);
+    }
+    let mut found = Vec::new();
+    for prefix in ["_ZN", "_ZNK"] {
+        let start = format!("{prefix}{parts}E");
+        let mut at = 0;
+        while let Some(step) = find_bytes(names.get(at..).unwrap_or_default(), start.as_bytes()) {
+            at += step;
+            let rest = names.get(at..).unwrap_or_default();
+            let symbol = rest.iter().take(MAX_MANGLED).position(|&b| b == 0);
+            let symbol = symbol.and_then(|len| rest.get(..len));
+            if let (Some(true), Ok(place)) = (symbol.map(|symbol| is_called(symbol, path, parameters)), u32::try_from(at)) {
+                found.push(place);
+            }
+            at += 1;
+        }
+    }
+    found
+}
+
+fn find_bytes(text: &[u8], wanted: &[u8]) -> Option<usize> {
+    text.windows(wanted.len()).position(|window| window == wanted)
+}
+
+fn is_called(symbol: &[u8], path: &str, parameters: &[&str]) -> bool {
+    let Ok(symbol) = cpp_demangle::Symbol::new(symbol) else {
+        return false;
+    };
+    let Ok(text) = symbol.demangle() else {
+        return false;
+    };
+    let Some(mut rest) = text.strip_prefix(path).and_then(|rest| rest.strip_prefix('(')) else {
+        return false;
+    };
+    parameters.iter().all(|parameter| match rest.split_once(parameter) {
+        Some((_, behind)) => {
+            rest = behind;
+            true
+        }
+        None => false,
+    })
+}
+
 fn function<'a, R: ReadRef<'a>>(
     data: R,
     header: &elf::FileHeader64<Le>,
@@ -281,6 +353,7 @@ fn function<'a, R: ReadRef<'a>>(
         .to_vec();
     Ok(Function {
         offset,
+        is_whole: symbol.st_size(Le) == code.len() as u64,
         code,
         build_id: build_id(data, sections),
     })
@@ -337,6 +410,8 @@ mod tests {
         *,
     };
 
+    const NAME: Name<'_> = Name::Symbol("zmq_msg_send");
+
     const SOURCE: &str = r#"
         int other(void *, void *, int);
         __attribute__((visibility("default"))) int zmq_msg_send(void *message, void *socket, int flags) {
@@ -375,7 +450,7 @@ mod tests {
     }
 
     fn find_at(path: &Path) -> Result<Function, SymbolError> {
-        find(&File::open(path).unwrap(), Arch::NATIVE, b"zmq_msg_send")
+        find(&File::open(path).unwrap(), Arch::NATIVE, NAME)
     }
 
     #[rstest]
@@ -448,6 +523,52 @@ mod tests {
         assert!(matches!(find_at(&path), Err(SymbolError::Missing)));
     }
 
+    const CPP: &str = r"
+        #include <string>
+        namespace other { struct Client { int put(const std::string &); }; }
+        namespace mooncake {
+        struct Config { int n; };
+        struct Client {
+            virtual int put(const std::string &key, int size, const Config &config);
+            int put(int size);
+            int put_all(const std::string &key);
+            long get(const std::string &key) const;
+        };
+        int Client::put(const std::string &key, int size, const Config &config) { return size + config.n; }
+        int Client::put(int size) { return size; }
+        int Client::put_all(const std::string &key) { return 0; }
+        long Client::get(const std::string &key) const { return key.size(); }
+        }
+        int other::Client::put(const std::string &key) { return 1; }
+    ";
+
+    #[rstest]
+    #[case::by_parameters("mooncake::Client::put", &["basic_string<char", "int, ", "Config const&"], "_ZN8mooncake6Client3putERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEEiRKNS_6ConfigE")]
+    #[case::the_other_one("mooncake::Client::put", &["int)"], "_ZN8mooncake6Client3putEi")]
+    #[case::that_changes_nothing("mooncake::Client::get", &["basic_string<char"], "_ZNK8mooncake6Client3getERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE")]
+    fn found_by_its_name_in_cpp(#[case] path: &str, #[case] parameters: &[&str], #[case] symbol: &str) {
+        let Some((_dir, library)) = compile(&[CPP], &["-x", "c++", "-shared", "-fPIC", "-O2", "-s"]) else {
+            return;
+        };
+        let file = File::open(library).unwrap();
+        let found = find(&file, Arch::NATIVE, Name::Cpp { path, parameters }).unwrap();
+        assert_eq!(found, find(&file, Arch::NATIVE, Name::Symbol(symbol)).unwrap());
+        assert!(found.is_whole);
+    }
+
+    #[rstest]
+    #[case::other_parameters("mooncake::Client::put", &["float"])]
+    #[case::parameters_in_another_order("mooncake::Client::put", &["Config const&", "basic_string<char"])]
+    #[case::no_such_function("mooncake::Client::remove", &[])]
+    #[case::part_of_a_path("Client::put", &[])]
+    fn not_found_by_its_name_in_cpp(#[case] path: &str, #[case] parameters: &[&str]) {
+        let Some((_dir, library)) = compile(&[CPP], &["-x", "c++", "-shared", "-fPIC", "-O2"]) else {
+            return;
+        };
+        let found = find(&File::open(library).unwrap(), Arch::NATIVE, Name::Cpp { path, parameters });
+        assert!(matches!(found, Err(SymbolError::Missing)), "{found:?}");
+    }
+
     #[rstest]
     #[case::text(b"#!/bin/sh\n")]
     #[case::empty(b"")]
@@ -468,7 +589,7 @@ mod tests {
         } else {
             Arch::X86_64
         };
-        let found = find(&File::open(path).unwrap(), other, b"zmq_msg_send");
+        let found = find(&File::open(path).unwrap(), other, NAME);
         assert!(matches!(found, Err(SymbolError::Foreign)));
     }
 
@@ -539,7 +660,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
-            prop_assert!(find_in(&bytes[..], Arch::NATIVE, b"zmq_msg_send").is_err());
+            prop_assert!(find_in(&bytes[..], Arch::NATIVE, NAME).is_err());
         }
 
         /// A library with some bytes changed and its end cut off gives an answer or an error, and no panic.
@@ -554,8 +675,11 @@ mod tests {
                 bytes[at] = value;
             }
             bytes.truncate(bytes.len() - cut.index(bytes.len() / 8));
-            if let Ok(function) = find_in(&bytes[..], Arch::NATIVE, b"zmq_msg_send") {
-                prop_assert!(function.code.len() as u64 <= MAX_CODE);
+            let cpp = Name::Cpp { path: "mooncake::Client::put", parameters: &[] };
+            for name in [NAME, cpp] {
+                if let Ok(function) = find_in(&bytes[..], Arch::NATIVE, name) {
+                    prop_assert!(function.code.len() as u64 <= MAX_CODE);
+                }
             }
         }
     }

@@ -8,10 +8,12 @@ use std::{
 use omnitap_ebpf::{program, watch};
 use parking_lot::Mutex;
 
+use crate::host::connectors::is_store;
+
 use super::{
     maps::{self, Mapping},
     site::{self, Arch, Site, SiteKind},
-    symbol::{self, FileId, Function, MappedFile, SymbolError},
+    symbol::{self, FileId, Name, Function, MappedFile, SymbolError},
 };
 
 /// Most mapped files that are looked into in one process; serving processes map some 300 native modules.
@@ -29,6 +31,8 @@ pub enum ProbeSet {
     Shm,
     /// The functions of libc by which a server reads from its connections and writes to them.
     Http,
+    /// The functions by which objects go into Mooncake's store and come out.
+    Store,
 }
 
 /// Where in a function its probe goes.
@@ -41,20 +45,37 @@ enum At {
     /// Where result and three arguments of its system call can be had: behind the call, with both in their registers;
     /// else in front of it by this program, and behind it by [`program::HTTP_RETURN`].
     Io(&'static str),
+    /// As [`At::Entry`], and on each return [`program::STORE_RETURN`].
+    Call(u8),
 }
 
 /// A function to probe.
 #[derive(Debug)]
 struct Wanted {
     name: &'static str,
+    /// Of a function of C++: parts of its parameters' types.
+    parameters: Option<&'static [&'static str]>,
     program: &'static str,
     at: At,
+}
+
+impl Wanted {
+    fn symbol(&self) -> Name<'static> {
+        match self.parameters {
+            None => Name::Symbol(self.name),
+            Some(parameters) => Name::Cpp {
+                path: self.name,
+                parameters,
+            },
+        }
+    }
 }
 
 /// A function whose program is named as it is.
 const fn wanted(name: &'static str, at: At) -> Wanted {
     Wanted {
         name,
+        parameters: None,
         program: name,
         at,
     }
@@ -63,6 +84,7 @@ const fn wanted(name: &'static str, at: At) -> Wanted {
 const fn io(name: &'static str, program: &'static str, note: &'static str) -> Wanted {
     Wanted {
         name,
+        parameters: None,
         program,
         at: At::Io(note),
     }
@@ -80,6 +102,7 @@ const HTTP: [Wanted; 9] = [
     io("accept4", program::HTTP_ACCEPT, program::HTTP_NOTE_ACCEPT),
     Wanted {
         name: "close",
+        parameters: None,
         program: program::HTTP_CLOSE,
         at: At::Entry(1),
     },
@@ -87,21 +110,39 @@ const HTTP: [Wanted; 9] = [
     if cfg!(target_arch = "x86_64") {
         Wanted {
             name: "syscall",
+            parameters: None,
             program: program::HTTP_SYSCALL,
             at: At::Syscall,
         }
     } else {
         Wanted {
             name: "syscall",
+            parameters: None,
             program: program::HTTP_SYSCALL_ENTRY,
             at: At::Entry(2),
         }
     },
 ];
 
+/// What vLLM-Omni's connector calls of the store's client.
+const STORE: [Wanted; 2] = [
+    Wanted {
+        name: "mooncake::RealClient::put",
+        parameters: Some(&["basic_string<char", "&, std::span<char const", ">, "]),
+        program: program::STORE_PUT,
+        at: At::Call(4),
+    },
+    Wanted {
+        name: "mooncake::RealClient::get_buffer",
+        parameters: Some(&["basic_string<char"]),
+        program: program::STORE_GET,
+        at: At::Call(3),
+    },
+];
+
 impl ProbeSet {
     /// All, in the order of [`ProbeSet::index`].
-    pub const ALL: [Self; 3] = [Self::Frames, Self::Shm, Self::Http];
+    pub const ALL: [Self; 4] = [Self::Frames, Self::Shm, Self::Http, Self::Store];
 
     /// Label value.
     #[must_use]
@@ -110,6 +151,7 @@ impl ProbeSet {
             Self::Frames => "frames",
             Self::Shm => "shm",
             Self::Http => "http",
+            Self::Store => "store",
         }
     }
 
@@ -125,6 +167,8 @@ impl ProbeSet {
             Self::Frames => watch::FRAMES,
             Self::Shm => watch::SHM,
             Self::Http => watch::HTTP,
+            // A process with these has those of shared memory too, whose flag counts.
+            Self::Store => 0,
         }
     }
 
@@ -142,6 +186,7 @@ impl ProbeSet {
                 }
             }
             Self::Http => &HTTP,
+            Self::Store => &STORE,
         }
     }
 
@@ -151,6 +196,7 @@ impl ProbeSet {
             Self::Frames => &[program::ZMQ_MSG_SEND],
             Self::Shm => &program::SHM,
             Self::Http => &program::HTTP,
+            Self::Store => &program::STORE,
         }
     }
 
@@ -159,6 +205,7 @@ impl ProbeSet {
         match self {
             Self::Frames => Some(Rank::of(path, executable)),
             Self::Shm | Self::Http => is_libc(path).then_some(Rank::Named),
+            Self::Store => is_store(path).then_some(Rank::Named),
         }
     }
 }
@@ -335,7 +382,7 @@ impl Finder {
     fn places(&self, file: &MappedFile) -> Result<Vec<Place>, SymbolError> {
         let mut places = Vec::new();
         for wanted in self.set.wanted() {
-            let function = match symbol::find(&file.file, self.arch, wanted.name.as_bytes()) {
+            let function = match symbol::find(&file.file, self.arch, wanted.symbol()) {
                 Ok(function) => function,
                 Err(SymbolError::Missing | SymbolError::Foreign) => continue,
                 Err(e) => return Err(e),
@@ -383,6 +430,19 @@ impl Finder {
                     .collect());
             }
             At::Io(note) => note,
+            At::Call(arguments) => {
+                let returns = if function.is_whole {
+                    site::returns(self.arch, &function.code)
+                } else {
+                    Vec::new()
+                };
+                if returns.is_empty() {
+                    return Ok(Vec::new());
+                }
+                let entry = site::choose(self.arch, &function.code, arguments);
+                let returns = returns.into_iter().map(|site| own(program::STORE_RETURN, site));
+                return Ok(std::iter::once(own(wanted.program, entry)).chain(returns).collect());
+            }
         };
         let behind = behind();
         // On aarch64 the result takes the place of the descriptor.

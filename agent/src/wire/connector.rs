@@ -56,6 +56,19 @@ impl<'a> Key<'a> {
         is_id.then_some(key)
     }
 
+    /// The key of a store's object: one of the known forms with the stages behind it. `None`: the object is no stage's.
+    #[must_use]
+    pub fn of_object(name: &'a str) -> Option<Self> {
+        let (base, edge) = name.rsplit_once(['@', ':'])?;
+        let (from, to) = stages(edge)?;
+        let key = Self::base(base).filter(|_| name.len() <= MAX_KEY)?;
+        Some(Self {
+            from_stage: Some(from),
+            to_stage: Some(to),
+            ..key
+        })
+    }
+
     /// The key in a transfer engine's message or of a store's entry: one of the known forms, as it is or with the
     /// stages behind it (`{key}@{from}_{to}`, `{key}:{from}_{to}`). `None`: empty, too long, or no text of one line.
     #[must_use]

@@ -1,6 +1,7 @@
-//! What a process did with a segment of shared memory: put together by the tap, paired by `pipeline`.
+//! What a process did with a segment of shared memory, or with an object of a store: put together by the tap, paired by
+//! `pipeline`.
 
-/// What a process did with a named shared-memory segment. All times are `CLOCK_MONOTONIC` in nanoseconds.
+/// What a process did with a named shared-memory segment or a store's object. All times are `CLOCK_MONOTONIC` in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ShmEvent<'a> {
     /// It made the segment and filled it.

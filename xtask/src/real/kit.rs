@@ -2,7 +2,7 @@
 
 use std::{
     ffi::{OsStr, OsString},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
@@ -271,6 +271,80 @@ fn folder() -> std::io::Result<PathBuf> {
 /// Where the forwarder of the kit's servers finds the agent.
 pub(crate) fn stat_socket() -> PathBuf {
     setup::target_dir().join("real/stats.sock")
+}
+
+impl Kit {
+    /// The command of two stages that hand payloads on through a connector, once the file `start` is there.
+    pub(crate) fn transfers(&self, connector: Connector, start: &Path) -> Result<Command> {
+        let mut command = self.server_python();
+        let mut paths = vec![files().join("plugin")];
+        if connector == Connector::MooncakeStore {
+            // The connector of vLLM-Omni 0.30.0 sets a property that the newer client no longer has.
+            paths.insert(0, self.install_beside("mooncake-transfer-engine-non-cuda", "0.3.11")?);
+        }
+        command
+            .env("PYTHONPATH", std::env::join_paths(paths)?)
+            .arg("-B")
+            .arg(files().join("transfers.py"))
+            .args(connector.arguments())
+            .arg("--start")
+            .arg(start);
+        Ok(command)
+    }
+
+    /// Installs another version of a package into a folder of its own.
+    fn install_beside(&self, package: &str, version: &str) -> Result<PathBuf> {
+        let folder = self.folder.join(format!("{package}-{version}"));
+        if !folder.exists() {
+            let unfinished = folder.with_extension("unfinished");
+            setup::run(
+                Command::new(self.python())
+                    .args(["-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--target"])
+                    .arg(&unfinished)
+                    .arg(format!("{package}=={version}")),
+            )?;
+            std::fs::rename(&unfinished, &folder)
+                .with_context(|| format!("cannot make {}", folder.display()))?;
+        }
+        Ok(folder)
+    }
+}
+
+/// A connector of vLLM-Omni that runs without a GPU, and what goes through it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Connector {
+    /// Shared memory.
+    Shm,
+    /// Mooncake's transfer engine over TCP.
+    Mooncake {
+        /// Tensors as they are, or objects that are made bytes of first.
+        tensors: bool,
+    },
+    /// Mooncake's store over TCP.
+    MooncakeStore,
+    /// NIXL with UCX over TCP.
+    Nixl,
+}
+
+impl Connector {
+    pub(crate) const ALL: [Self; 5] = [
+        Self::Shm,
+        Self::Mooncake { tensors: false },
+        Self::Mooncake { tensors: true },
+        Self::MooncakeStore,
+        Self::Nixl,
+    ];
+
+    /// The arguments of the script that tell it.
+    pub(crate) fn arguments(self) -> &'static [&'static str] {
+        match self {
+            Self::Shm => &["shm"],
+            Self::Mooncake { tensors: false } => &["mooncake"],
+            Self::Mooncake { tensors: true } => &["mooncake", "--payload=tensor"],
+            Self::MooncakeStore => &["mooncake-store"],
+            Self::Nixl => &["nixl"],
+        }
+    }
 }
 
 /// The kit's files in the repository.
