@@ -136,6 +136,33 @@ pub fn behind_syscalls(arch: Arch, code: &[u8]) -> Vec<Site> {
     }
 }
 
+/// Of the sites behind the system calls of a function that threads can be cancelled in, those that a process with
+/// several threads comes to. Such a process makes the call between two calls of libc's own, which allow and forbid
+/// the cancellation; a process with one thread makes it without, in another place. All of them where no site lies
+/// behind a call.
+#[must_use]
+pub fn of_threads(arch: Arch, code: &[u8], sites: Vec<Site>) -> Vec<Site> {
+    let first_call = match arch {
+        Arch::X86_64 => Decoder::with_ip(64, code, 0, DecoderOptions::NONE)
+            .iter()
+            .find(|instruction| instruction.code() == Code::Call_rel32_64)
+            .map(|instruction| instruction.ip()),
+        Arch::Aarch64 => words(code)
+            .iter()
+            .zip(0_u64..)
+            .find(|(word, _)| **word & 0xfc00_0000 == BL)
+            .map(|(_, index)| 4 * index),
+    };
+    let behind: Vec<Site> = sites
+        .iter()
+        .filter(|site| first_call.is_some_and(|call| call < site.offset))
+        .copied()
+        .collect();
+    if behind.is_empty() { sites } else { behind }
+}
+
+const BL: u32 = 0x9400_0000;
+
 fn behind_syscall(offset: u64, before: usize) -> Site {
     Site {
         offset,
@@ -184,7 +211,7 @@ pub fn behind_helper(arch: Arch, code: &[u8]) -> Option<Site> {
         Arch::Aarch64 => {
             let words = words(code);
             let words = words.get(..words.len().min(usize::from(MAX_SKIPPED)))?;
-            let call = words.iter().position(|word| word & 0xfc00_0000 == 0x9400_0000)?;
+            let call = words.iter().position(|word| word & 0xfc00_0000 == BL)?;
             let mut pairs = words.windows(2).enumerate().skip(call + 1);
             pairs.find_map(|(before, pair)| match *pair {
                 [CMN_4095 | CMN_4096, jump] if is_failure_branch(jump) => Some(Site {

@@ -32,7 +32,7 @@ const MAX_READ: u64 = 64 << 20;
 /// Most bytes of a function that are looked at: enough to see whether a branch comes back to the probe site.
 const MAX_CODE: u64 = 4096;
 /// Bytes looked at of a function whose size the symbol does not tell.
-const CODE_OF_UNKNOWN_SIZE: u64 = 64;
+const CODE_OF_UNKNOWN_SIZE: usize = 64;
 
 /// Why a file gave no function.
 #[derive(Debug, Error)]
@@ -148,7 +148,7 @@ impl MappedFile {
 
     /// Code at an offset of the file, of a function whose size is not known.
     pub fn code_at(&self, offset: u64) -> Result<Vec<u8>, SymbolError> {
-        let mut code = vec![0; CODE_OF_UNKNOWN_SIZE as usize];
+        let mut code = vec![0; CODE_OF_UNKNOWN_SIZE];
         let read = self.file.read_at(&mut code, offset).map_err(SymbolError::Open)?;
         code.truncate(read);
         Ok(code)
@@ -272,7 +272,7 @@ fn function<'a, R: ReadRef<'a>>(
         })
         .ok_or(SymbolError::Missing)?;
     let size = match symbol.st_size(Le) {
-        0 => CODE_OF_UNKNOWN_SIZE,
+        0 => CODE_OF_UNKNOWN_SIZE as u64,
         size => size.min(MAX_CODE),
     };
     let code = data

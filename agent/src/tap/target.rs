@@ -68,8 +68,8 @@ const fn io(name: &'static str, program: &'static str, note: &'static str) -> Wa
     }
 }
 
-/// An attach is some 20 of these, as most make their system call in two places. `accept` is not among them: servers
-/// call `accept4`, and a connection that was not seen to come is known by its first request.
+/// Each probe costs a tenth of a second when it is taken off, so there are no more than needed. `accept` is not among
+/// them: servers call `accept4`, and a connection that was not seen to come is known by its first request.
 const HTTP: [Wanted; 9] = [
     io("read", program::HTTP_READ, program::HTTP_NOTE_READ),
     io("recv", program::HTTP_READ, program::HTTP_NOTE_READ),
@@ -384,7 +384,8 @@ impl Finder {
             }
             At::Io(note) => note,
         };
-        let behind = behind();
+        // A server always has threads.
+        let behind = site::of_threads(self.arch, &function.code, behind());
         // On aarch64 the result takes the place of the descriptor.
         if !behind.is_empty() && self.arch == Arch::X86_64 {
             return Ok(behind.into_iter().map(|site| own(wanted.program, site)).collect());

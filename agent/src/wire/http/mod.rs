@@ -14,7 +14,7 @@ pub enum HttpEvent<'a> {
         /// `CLOCK_MONOTONIC` in nanoseconds.
         time_ns: u64,
     },
-    /// Bytes came in (`read`/`recv`/SSL_read returned `size`), or the peer ended its side (`size` 0).
+    /// Bytes came in (`read`/`recv`/`SSL_read` returned `size`), or the peer ended its side (`size` 0).
     Received {
         /// Process.
         pid: u32,
@@ -31,7 +31,7 @@ pub enum HttpEvent<'a> {
         /// Last captured bytes.
         tail: &'a [u8],
     },
-    /// Bytes went out (`write`/`send`/`writev`/`sendmsg`/SSL_write returned `size`).
+    /// Bytes went out (`write`/`send`/`writev`/`sendmsg`/`SSL_write` returned `size`).
     Sent {
         /// Process.
         pid: u32,
