@@ -768,6 +768,11 @@ impl Attacher {
                             function,
                             "no cheap instruction to probe in this function: a hit costs some 9 us, not 0.5 us"
                         );
+                    } else if probe.kind == SiteKind::Helper {
+                        warn!(
+                            path,
+                            "this libc makes its system calls in one function: each call of HTTP is two hits, and other calls are one"
+                        );
                     }
                 }
                 self.attached.insert((key, set), attached);

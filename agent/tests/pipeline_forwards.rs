@@ -11,7 +11,9 @@ use omnitap::{
         message::{Add, FinishReason},
     },
 };
-use pipeline_support::{API, MS, Play, add, assert_close, engine, first, first_with_events, key_of, last, process};
+use pipeline_support::{
+    API, MS, Play, add, assert_close, engine, first, first_with_events, key_of, last, process,
+};
 use rstest::rstest;
 
 const SIZE: Family = Family::OmniTransferSizeBytes;
@@ -37,7 +39,11 @@ fn skips(play: &Play, reason: &'static str) -> [u64; 4] {
 }
 
 fn hops(play: &Play) -> usize {
-    let sizes = play.sink.samples.iter().filter(|((family, _), _)| *family == SIZE);
+    let sizes = play
+        .sink
+        .samples
+        .iter()
+        .filter(|((family, _), _)| *family == SIZE);
     sizes.map(|(_, samples)| samples.len()).sum()
 }
 
@@ -104,7 +110,10 @@ fn tensors_and_arrays_of_the_request_belong_to_its_size() {
     play.tracker.aux(API, aux(1_022, 1, 1_000_000));
     play.tracker.aux(API, aux(1_023, 2, 1_000_000));
     play.tracker.aux(engine(0, 0), aux(1_023, 1, 1_000_000));
-    let outputs = Aux { of: FrameType::Outputs, ..aux(1_023, 1, 1_000_000) };
+    let outputs = Aux {
+        of: FrameType::Outputs,
+        ..aux(1_023, 1, 1_000_000)
+    };
     play.tracker.aux(API, outputs);
     play.out(1_040, 1, vec![first(ID)]);
     assert_eq!(seen(&play, SIZE, EDGE), [5_000.0]);
@@ -145,7 +154,11 @@ fn an_edge_with_a_connector_counts_its_hops_alone(#[case] put_ms: u64) {
     let mut play = attended(2);
     play.add(1_000, 0, sized(ID, 10));
     let put_at = |play: &mut Play, now_ms: u64| {
-        if put_ms <= now_ms && !play.tracker.has_transfers(process(1, 1, Role::ApiServer).pipeline) {
+        if put_ms <= now_ms
+            && !play
+                .tracker
+                .has_transfers(process(1, 1, Role::ApiServer).pipeline)
+        {
             play.put(engine(0, 0), KEY, 283, (put_ms, put_ms + 1));
         }
     };

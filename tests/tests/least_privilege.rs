@@ -120,14 +120,19 @@ fn a_user_with_the_listed_rights_alone_observes_another_users_pipeline() -> Resu
             "the agent has another user: {status}"
         );
         let filtered = status.contains("Seccomp:\t2");
-        ensure!(filtered == (name == "unit"), "{name}: filter of system calls: {filtered}");
+        ensure!(
+            filtered == (name == "unit"),
+            "{name}: filter of system calls: {filtered}"
+        );
         pipeline.play()?;
         let labels: &[(&str, &str)] = &[("model_name", &model)];
         let scrape = agent.scrape_until(Duration::from_secs(10), |scrape| {
             scrape.sum("vllm_omni:requests_success_total", labels) >= 4.0
         })?;
         assert_eq!(
-            scrape.sum("vllm_omni:generation_tokens_total", labels).to_string(),
+            scrape
+                .sum("vllm_omni:generation_tokens_total", labels)
+                .to_string(),
             "24",
             "{name}: {}",
             agent.log()
@@ -163,8 +168,9 @@ fn each_right_that_is_missing_is_named() -> Result<()> {
         let told = complaints(&check(&binary, &with(&rest))?);
         let name = format!("CAP_{missing}");
         assert!(
-            told.iter()
-                .any(|line| line.contains(&format!("{name} missing")) && line.contains(&format!("add {name}"))),
+            told.iter().any(
+                |line| line.contains(&format!("{name} missing")) && line.contains(&format!("add {name}"))
+            ),
             "without {name}: {told:#?}"
         );
     }

@@ -18,6 +18,7 @@ use omnitap::{
     tap::{self, Attached, Event, ProbeSet, Reader, Settings, SiteKind, Tap},
     wire::http::HttpEvent,
 };
+use omnitap_ebpf::Counter;
 use rstest::rstest;
 use tap_support::{can_run, load, python, script};
 
@@ -31,7 +32,11 @@ struct Server {
 
 impl Server {
     fn start(event_loop: &str, http: &str) -> Self {
-        let mut child = Command::new(python())
+        Self::run(&mut Command::new(python()), event_loop, http)
+    }
+
+    fn run(python: &mut Command, event_loop: &str, http: &str) -> Self {
+        let mut child = python
             .arg(script("uvicorn_server.py"))
             .args([event_loop, http])
             .stdin(Stdio::piped())
@@ -179,7 +184,7 @@ struct Watched {
     server: Server,
     tap: Tap,
     reader: Reader,
-    _attached: Attached,
+    attached: Attached,
     connections: Connections,
 }
 
@@ -188,7 +193,10 @@ impl Watched {
         if !can_run() {
             return None;
         }
-        let server = Server::start(event_loop, http);
+        Some(Self::of(Server::start(event_loop, http)))
+    }
+
+    fn of(server: Server) -> Self {
         let (tap, reader) = load(&Settings::default());
         let attached = tap.attach_set(server.key(), ProbeSet::Http).unwrap();
         for function in [
@@ -201,13 +209,13 @@ impl Watched {
         }
         let is_slow = |probe: &&tap::ProbeInfo| probe.kind == SiteKind::Slow && probe.function != "syscall";
         assert_eq!(attached.probes().iter().find(is_slow), None);
-        Some(Self {
+        Self {
             server,
             tap,
             reader,
-            _attached: attached,
+            attached,
             connections: Connections::default(),
-        })
+        }
     }
 
     /// Takes what there is.
@@ -449,15 +457,7 @@ fn a_connection_older_than_the_probes(#[case] event_loop: &str, #[case] http: &s
     let mut client = server.connect();
     client.write_all(GET.as_bytes()).unwrap();
     answer(&mut client);
-    let (tap, reader) = load(&Settings::default());
-    let attached = tap.attach_set(server.key(), ProbeSet::Http).unwrap();
-    let mut watched = Watched {
-        server,
-        tap,
-        reader,
-        _attached: attached,
-        connections: Connections::default(),
-    };
+    let mut watched = Watched::of(server);
     client.write_all(GET.as_bytes()).unwrap();
     let got = answer(&mut client);
     drop(client);
@@ -507,7 +507,7 @@ fn a_process_that_is_let_go_leaves_nothing() {
         server,
         tap,
         mut reader,
-        _attached: attached,
+        attached,
         ..
     } = watched;
     drop(attached);
@@ -523,4 +523,60 @@ fn a_process_that_is_let_go_leaves_nothing() {
         .unwrap();
     assert_eq!(told, 0);
     drop(attached);
+}
+
+/// A libc with one function that makes the system calls of the others, as glibc from 2.41 on.
+#[rstest]
+#[case("uvloop", "httptools")]
+#[case("asyncio", "h11")]
+fn a_libc_without_jumps_behind_its_system_calls(#[case] event_loop: &str, #[case] http: &str) {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let library = folder.path().join("libc-2.99.so");
+    let gcc = Command::new("gcc")
+        .args(["-O2", "-shared", "-fPIC", "-o"])
+        .args([&library, &script("helper_libc.c")])
+        .status();
+    if gcc.as_ref().is_err() {
+        eprintln!("SKIPPED: no gcc here");
+        return;
+    }
+    assert!(gcc.unwrap().success());
+    let server = Server::run(
+        Command::new(python()).env("LD_PRELOAD", &library),
+        event_loop,
+        http,
+    );
+    let mut watched = Watched::of(server);
+    let kinds: Vec<_> = watched
+        .attached
+        .probes()
+        .iter()
+        .filter(|probe| probe.path.ends_with("libc-2.99.so"))
+        .map(|probe| probe.kind)
+        .collect();
+    // One in front of each call, one behind them all.
+    assert_eq!(kinds.len(), 9, "{kinds:?}");
+    assert_eq!(
+        kinds.iter().filter(|kind| **kind == SiteKind::Helper).count(),
+        1,
+        "{kinds:?}"
+    );
+    let mut client = watched.server.connect();
+    let (mut sent, mut got) = (Vec::new(), 0);
+    for size in [0, 900, 3_000_000, 100] {
+        let request = format!("GET /bytes/{size} HTTP/1.1\r\nhost: a\r\n\r\n");
+        client.write_all(request.as_bytes()).unwrap();
+        sent.extend(request.as_bytes());
+        got += answer(&mut client).len() as u64;
+    }
+    drop(client);
+    watched.until("closed", |all| matches!(all, [c] if c.ended_by_client));
+    let connection = &watched.connections.all[0];
+    assert!(connection.accepted);
+    assert_eq!((&connection.received_bytes, connection.sent), (&sent, got));
+    watched.nothing_lost();
+    assert!(watched.tap.counters().unwrap().get(Counter::HttpNoted) > 8);
 }

@@ -83,7 +83,11 @@ fn build(root: &Path) -> Result<PathBuf> {
                 .stdout(Stdio::null()),
         )?;
     }
-    let sysroot = setup::output(Command::new("rustc").args(["--print", "sysroot"]).current_dir("/"))?;
+    let sysroot = setup::output(
+        Command::new("rustc")
+            .args(["--print", "sysroot"])
+            .current_dir("/"),
+    )?;
     let home = std::env::var_os("CARGO_HOME").map_or_else(|| home().join(".cargo"), PathBuf::from);
     for folder in ["src", "toolchain", "cargo"] {
         fs::create_dir_all(root.join(folder))?;
@@ -179,7 +183,10 @@ exec chroot "$root" /usr/bin/omnitap "$@""#;
 
 /// Runs the agent as the image would, until it is ready, scrapes it, and ends it.
 fn try_it(root: &Path) -> Result<()> {
-    print!("in the image: {}", setup::output(&mut inside(root, &["version"]))?);
+    print!(
+        "in the image: {}",
+        setup::output(&mut inside(root, &["version"]))?
+    );
     setup::run(&mut inside(root, &["check"]))?;
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let start = Instant::now();

@@ -79,7 +79,11 @@ impl Watch {
         let known = self.known.entry(key).or_default();
         let is_due = known.due <= now;
         if is_due {
-            let longest = if age < STARTING { STARTING_PAUSE } else { Duration::MAX };
+            let longest = if age < STARTING {
+                STARTING_PAUSE
+            } else {
+                Duration::MAX
+            };
             known.due = now + (age / 5).clamp(SHORTEST_PAUSE, longest);
         }
         is_due
@@ -113,7 +117,10 @@ mod tests {
         store: false,
         unseen: false,
     };
-    const CONTROL: Connectors = Connectors { control: true, ..NONE };
+    const CONTROL: Connectors = Connectors {
+        control: true,
+        ..NONE
+    };
 
     #[rstest]
     #[case::engine("/v/site-packages/mooncake/engine.so", CONTROL)]
@@ -134,7 +141,10 @@ mod tests {
 
     #[test]
     fn looks_become_rare() {
-        let key = ProcessKey { pid: 1, start_ticks: 0 };
+        let key = ProcessKey {
+            pid: 1,
+            start_ticks: 0,
+        };
         let mut watch = Watch::default();
         let looks = (0..86_400)
             .map(Duration::from_secs)
@@ -152,7 +162,10 @@ mod tests {
 
     #[test]
     fn what_was_mapped_once_counts() {
-        let key = ProcessKey { pid: 1, start_ticks: 0 };
+        let key = ProcessKey {
+            pid: 1,
+            start_ticks: 0,
+        };
         let mut watch = Watch::default();
         assert_eq!(watch.of(key), NONE);
         assert!(!watch.seen(key, NONE));

@@ -470,7 +470,10 @@ impl Book {
 
     /// A tensor or array followed the message that was sent at `message_ns` on this socket.
     pub(super) fn aux(&mut self, pid: u32, socket: u64, message_ns: u64, size: u64) {
-        let lane = self.lanes.iter().find(|lane| lane.pid == pid && lane.socket == socket);
+        let lane = self
+            .lanes
+            .iter()
+            .find(|lane| lane.pid == pid && lane.socket == socket);
         if let Some((time_ns, request, part)) = lane.and_then(|lane| lane.carried)
             && time_ns == message_ns
             && let Some(part) = self.part_mut(request, part)

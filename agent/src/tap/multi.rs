@@ -165,7 +165,14 @@ fn address<T>(of: *const T) -> u64 {
 
 fn bpf(command: bpf_cmd, attr: &mut bpf_attr) -> io::Result<i64> {
     // SAFETY: the callers fill in what the command reads; whatever it points to lives until the call is over.
-    let result = unsafe { libc::syscall(libc::SYS_bpf, command as u32, &raw mut *attr, size_of::<bpf_attr>()) };
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_bpf,
+            command as u32,
+            &raw mut *attr,
+            size_of::<bpf_attr>(),
+        )
+    };
     if result < 0 {
         Err(io::Error::last_os_error())
     } else {

@@ -80,7 +80,10 @@ impl Helm {
 
     fn call(&mut self, tool: &str, arguments: &Value) -> Result<String> {
         let result = self.ask("tools/call", &json!({"name": tool, "arguments": arguments}))?;
-        let text = result["content"][0]["text"].as_str().unwrap_or_default().to_owned();
+        let text = result["content"][0]["text"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
         ensure!(result["isError"] != true, "{text}");
         Ok(text)
     }

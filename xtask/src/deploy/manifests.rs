@@ -16,7 +16,8 @@ const VERSIONS: [&str; 2] = ["1.30.0", "1.37.0"];
 const CHART: &str = "deploy/kubernetes/chart";
 
 /// First lines of a plain manifest.
-const HEAD: &str = "# Written from the chart by `cargo xtask deploy --write`; `kubectl create namespace omnitap` first.\n";
+const HEAD: &str =
+    "# Written from the chart by `cargo xtask deploy --write`; `kubectl create namespace omnitap` first.\n";
 
 /// A plain manifest: its file and the values that give it.
 fn plain() -> [(&'static str, Value); 3] {
@@ -104,7 +105,10 @@ pub(super) fn run(write: bool) -> Result<()> {
             );
         }
     }
-    println!("manifests: {rendered} renderings fit the schemas of Kubernetes {}", VERSIONS.join(" and "));
+    println!(
+        "manifests: {rendered} renderings fit the schemas of Kubernetes {}",
+        VERSIONS.join(" and ")
+    );
     Ok(())
 }
 
@@ -116,7 +120,8 @@ fn fits(python: &Path, file: &Path, text: &str, version: &str) -> Result<()> {
         .args(["-m", "kubernetes_validate", "--strict", "-k", version])
         .arg(file)
         .output()?;
-    let told = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    let told =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "{told}");
     for line in told.lines().filter(|line| line.starts_with("WARN")) {
         ensure!(line.contains("monitoring.coreos.com"), "{line}");
@@ -139,7 +144,15 @@ fn configured(file: &Path, manifest: &str) -> Result<()> {
     fs::write(file, config)?;
     setup::run(
         setup::cargo()
-            .args(["run", "--quiet", "--package", "omnitap", "--", "config", "--config.file"])
+            .args([
+                "run",
+                "--quiet",
+                "--package",
+                "omnitap",
+                "--",
+                "config",
+                "--config.file",
+            ])
             .arg(file)
             .stdout(std::process::Stdio::null()),
     )
