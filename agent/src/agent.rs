@@ -9,7 +9,7 @@
 //! ```
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     fs, io,
     sync::{
         Arc,
@@ -117,6 +117,8 @@ enum Notice {
     Exec(u32),
     Fork,
     Exit(u32),
+    /// The process serves TLS.
+    Tls(u32),
     Stop,
 }
 
@@ -180,6 +182,7 @@ impl Agent {
             model_names: settings.model_names.clone(),
             tap: tap.clone(),
             http: settings.http,
+            tls: HashSet::new(),
             changes: changes.clone(),
             attach,
             status: status.clone(),
@@ -431,6 +434,7 @@ impl Reading {
             Event::Shm(event) => self.shm(&event),
             // Counted by the reader.
             Event::Http(_) => {}
+            Event::Tls { pid } => drop(self.notices.send(Notice::Tls(pid))),
             // The host thread is there as long as this one; after its end news are of no use.
             Event::Exec { pid, .. } => drop(self.notices.send(Notice::Exec(pid))),
             Event::Fork { .. } => drop(self.notices.send(Notice::Fork)),
@@ -480,6 +484,8 @@ struct Discovery {
     model_names: Vec<ModelName>,
     tap: Option<Tap>,
     http: bool,
+    /// Processes that serve TLS.
+    tls: HashSet<ProcessKey>,
     changes: Sender<Change>,
     attach: Sender<Attach>,
     status: Status,
@@ -498,6 +504,10 @@ impl Discovery {
                 Ok(Notice::Exit(pid)) => Ok(self.host.gone(pid)),
                 Ok(Notice::Fork) => {
                     next_scan = next_scan.min(Instant::now() + FORK_PAUSE);
+                    continue;
+                }
+                Ok(Notice::Tls(pid)) => {
+                    self.serves_tls(pid);
                     continue;
                 }
                 Ok(Notice::Stop) | Err(RecvTimeoutError::Disconnected) => return,
@@ -560,6 +570,7 @@ impl Discovery {
                     drop(tap.unwatch(key.pid));
                 }
                 self.roles.remove(key);
+                self.tls.remove(key);
                 attach.extend(ProbeSet::ALL.map(|set| Attach::Off(*key, set)));
             }
             Change::Pipeline(pipeline) => {
@@ -596,6 +607,17 @@ impl Discovery {
         }
     }
 
+    /// A process whose HTTP is watched accepted a connection that is encrypted.
+    fn serves_tls(&mut self, pid: u32) {
+        let Some(&key) = self.roles.keys().find(|key| key.pid == pid) else {
+            return;
+        };
+        if self.tls.insert(key) {
+            info!(pid, "serves TLS");
+            drop(self.attach.send(Attach::On(key, ProbeSet::Tls)));
+        }
+    }
+
     /// A process may use these connectors.
     fn connectors_seen(&self, key: ProcessKey, connectors: Connectors) {
         info!(pid = key.pid, ?connectors, "connectors");
@@ -626,6 +648,7 @@ impl Discovery {
             }
             ProbeSet::Shm => role.has_connector() && is_omni(),
             ProbeSet::Http => role.serves_http() && self.http,
+            ProbeSet::Tls => self.tls.contains(&key),
         }
     }
 }

@@ -9,6 +9,7 @@ use std::{
     collections::HashMap,
     io::{BufRead as _, BufReader, Read, Write},
     net::{Ipv4Addr, TcpStream},
+    path::PathBuf,
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
@@ -32,13 +33,14 @@ struct Server {
 
 impl Server {
     fn start(event_loop: &str, http: &str) -> Self {
-        Self::run(&mut Command::new(python()), event_loop, http)
+        Self::run(&mut Command::new(python()), event_loop, http, &[])
     }
 
-    fn run(python: &mut Command, event_loop: &str, http: &str) -> Self {
+    fn run(python: &mut Command, event_loop: &str, http: &str, certificate: &[PathBuf]) -> Self {
         let mut child = python
             .arg(script("uvicorn_server.py"))
             .args([event_loop, http])
+            .args(certificate)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -548,6 +550,7 @@ fn a_libc_without_jumps_behind_its_system_calls(#[case] event_loop: &str, #[case
         Command::new(python()).env("LD_PRELOAD", &library),
         event_loop,
         http,
+        &[],
     );
     let mut watched = Watched::of(server);
     let kinds: Vec<_> = watched
@@ -579,4 +582,107 @@ fn a_libc_without_jumps_behind_its_system_calls(#[case] event_loop: &str, #[case
     assert_eq!((&connection.received_bytes, connection.sent), (&sent, got));
     watched.nothing_lost();
     assert!(watched.tap.counters().unwrap().get(Counter::HttpNoted) > 8);
+}
+
+/// A certificate of our own, and its key.
+fn certificate(folder: &tempfile::TempDir) -> Option<[PathBuf; 2]> {
+    let files = ["certificate.pem", "key.pem"].map(|name| folder.path().join(name));
+    let made = Command::new("openssl")
+        .args([
+            "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=a",
+        ])
+        .arg("-out")
+        .arg(&files[0])
+        .arg("-keyout")
+        .arg(&files[1])
+        .stderr(Stdio::null())
+        .status();
+    if made.is_err() {
+        eprintln!("SKIPPED: no openssl here to make a certificate");
+        return None;
+    }
+    assert!(made.unwrap().success());
+    Some(files)
+}
+
+/// Runs a client of these paths on one connection; the bytes that it sent and got, in plaintext.
+fn encrypted(server: &Server, paths: &[&str]) -> (u64, u64) {
+    let out = Command::new(python())
+        .arg(script("tls_client.py"))
+        .arg(server.port.to_string())
+        .args(paths)
+        .output()
+        .unwrap();
+    let text = String::from_utf8(out.stdout).unwrap();
+    let mut numbers = text.split_whitespace().map(|word| word.parse().unwrap());
+    (numbers.next().unwrap(), numbers.next().unwrap())
+}
+
+#[rstest]
+#[case("uvloop", "httptools")]
+#[case("asyncio", "h11")]
+fn a_server_of_tls(#[case] event_loop: &str, #[case] http: &str) {
+    if !can_run() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let Some(certificate) = certificate(&folder) else {
+        return;
+    };
+    let server = Server::run(&mut Command::new(python()), event_loop, http, &certificate);
+    let mut watched = Watched::of(server);
+    let pid = watched.server.child.id();
+
+    // What goes over the wire says no more than that.
+    encrypted(&watched.server, &["/health"]);
+    let mut tls = 0;
+    watched
+        .reader
+        .drain(Duration::from_millis(100), usize::MAX, |event| match event {
+            Event::Tls { pid: of } => tls += usize::from(of == pid),
+            Event::Http(event) => assert!(
+                matches!(event, HttpEvent::Accepted { .. } | HttpEvent::Closed { .. }),
+                "{event:?}"
+            ),
+            _ => {}
+        })
+        .unwrap();
+    assert_eq!(tls, 1);
+
+    let attached = watched
+        .tap
+        .attach_set(watched.server.key(), ProbeSet::Tls)
+        .unwrap();
+    assert!(attached.probes().len() >= 4, "{:?}", attached.probes());
+    let paths = [
+        "/health",
+        "/bytes/900",
+        "/stream/100/700",
+        "/bytes/200000",
+        "/count",
+    ];
+    let mut expected = Vec::new();
+    for count in 1..=paths.len() {
+        expected.push(encrypted(&watched.server, &paths[..count]));
+    }
+    let of_tls = |all: &[Connection]| all.iter().filter(|c| !c.accepted).count();
+    watched.until("all connections", |all| of_tls(all) == expected.len());
+    watched.until("closed", |all| all.iter().all(|c| c.closed));
+    let told: Vec<_> = watched
+        .connections
+        .all
+        .iter()
+        .filter(|connection| !connection.accepted)
+        .map(|connection| (connection.received, connection.sent))
+        .collect();
+    assert_eq!(told, expected);
+    watched.nothing_lost();
+
+    // Without those probes it is as before, and the other ones go on.
+    drop(attached);
+    assert_eq!(watched.tap.stats().processes, 1);
+    watched.connections = Connections::default();
+    encrypted(&watched.server, &["/health"]);
+    watched.until("closed", |all| all.iter().any(|c| c.closed));
+    assert!(watched.connections.all.iter().all(|c| c.accepted && c.sent == 0));
 }

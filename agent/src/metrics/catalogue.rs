@@ -709,7 +709,7 @@ families! {
         "Probes that were taken off.";
     OmnitapProbeFailuresTotal "omnitap_probe_failures_total"
         Counter, &["probes", "reason"], Own, Nothing,
-        "Attempts to probe a process that failed, by what the probes are for (frames, shm, http) and reason.";
+        "Attempts to probe a process that failed, by what the probes are for (frames, shm, http, tls) and reason.";
     OmnitapProbeHitsTotal "omnitap_probe_hits_total"
         Counter, &["result"], Own, Nothing,
         "Hits of probes that lost nothing, by what became of the frame: captured, aux (header only), short (dropped \

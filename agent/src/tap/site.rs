@@ -110,7 +110,7 @@ impl Site {
     };
 }
 
-/// The best site in a function with its first arguments in registers, up to three that are still as the caller
+/// The best site in a function with its first arguments in registers, up to four that are still as the caller
 /// left them, from its first bytes (the whole of it, where known: a branch back to the site is seen only then).
 /// Falls back to the entry.
 #[must_use]
@@ -133,6 +133,34 @@ pub fn behind_syscalls(arch: Arch, code: &[u8]) -> Vec<Site> {
     match arch {
         Arch::X86_64 => x86_64_syscalls(code),
         Arch::Aarch64 => aarch64_syscalls(code),
+    }
+}
+
+/// The returns of a function, from all of its code. A probe there finds the result in its register; on x86-64 each is
+/// single-stepped.
+#[must_use]
+pub fn returns(arch: Arch, code: &[u8]) -> Vec<Site> {
+    match arch {
+        Arch::X86_64 => Decoder::with_ip(64, code, 0, DecoderOptions::NONE)
+            .iter()
+            .zip(0_usize..)
+            .filter(|(instruction, _)| instruction.flow_control() == FlowControl::Return)
+            .map(|(instruction, before)| Site {
+                kind: SiteKind::Slow,
+                ..behind_syscall(instruction.ip(), before)
+            })
+            .collect(),
+        Arch::Aarch64 => words(code)
+            .iter()
+            .zip(0_usize..)
+            .filter(|(word, _)| **word == 0xd65f_03c0)
+            .filter_map(|(_, before)| {
+                Some(Site {
+                    kind: SiteKind::Branch,
+                    ..behind_syscall(4 * u64::try_from(before).ok()?, before)
+                })
+            })
+            .collect(),
     }
 }
 
@@ -361,7 +389,7 @@ fn emulated(bytes: &[u8]) -> Option<SiteKind> {
 }
 
 fn writes_argument(info: &mut InstructionInfoFactory, instruction: &Instruction, arguments: u8) -> bool {
-    let registers = [Register::RDI, Register::RSI, Register::RDX];
+    let registers = [Register::RDI, Register::RSI, Register::RDX, Register::RCX];
     let kept = registers.get(..usize::from(arguments)).unwrap_or(&registers);
     info.info(instruction).used_registers().iter().any(|used| {
         kept.contains(&used.register().full_register())
@@ -695,6 +723,17 @@ mod tests {
     #[case::jump_inside(b"\xeb\x00\xe8\x00\x01\x00\x00\xc3", Some(0x107))]
     fn one_helper(#[case] code: &[u8], #[case] distance: Option<i64>) {
         assert_eq!(helper(Arch::X86_64, code), distance);
+    }
+
+    /// `SSL_read_ex` of OpenSSL 3.0 (Debian 12).
+    #[test]
+    fn returns_and_arguments_of_ssl_read_ex() {
+        const CODE: &[u8] =
+            b"\x48\x83\xec\x08\xe8\xc7\xfd\xff\xff\x31\xd2\x85\xc0\x0f\x48\xc2\x48\x83\xc4\x08\
+            \x31\xd2\x31\xc9\x31\xf6\x31\xff\xc3";
+        assert_eq!(choose(Arch::X86_64, CODE, 4), site(4, SiteKind::Branch, 1));
+        assert_eq!(returns(Arch::X86_64, CODE), [site(28, SiteKind::Slow, 10)]);
+        assert_eq!(choose(Arch::X86_64, &CODE[22..], 4), Site::ENTRY);
     }
 
     /// `read` of glibc 2.36 (Debian 12): the first site is that of processes with one thread.

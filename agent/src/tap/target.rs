@@ -29,6 +29,9 @@ pub enum ProbeSet {
     Shm,
     /// The functions of libc by which a server reads from its connections and writes to them.
     Http,
+    /// The functions of the libssl that Python's `_ssl` calls, for connections that it encrypts; beside
+    /// [`ProbeSet::Http`], which watches the process.
+    Tls,
 }
 
 /// Where in a function its probe goes.
@@ -38,6 +41,8 @@ enum At {
     Entry(u8),
     /// Behind its system calls.
     Syscall,
+    /// Where so many arguments are still in their registers, by this program, and at each return.
+    Whole(u8, &'static str),
     /// Where result and three arguments of its system call can be had: behind the call, with both in their registers;
     /// else in front of it by this program, and behind it by [`program::HTTP_RETURN`].
     Io(&'static str),
@@ -99,9 +104,28 @@ const HTTP: [Wanted; 9] = [
     },
 ];
 
+/// Python calls these alone, from 3.10 on.
+const TLS: [Wanted; 3] = [
+    Wanted {
+        name: "SSL_read_ex",
+        program: program::HTTP_TLS_READ,
+        at: At::Whole(4, program::HTTP_NOTE_TLS_READ),
+    },
+    Wanted {
+        name: "SSL_write_ex",
+        program: program::HTTP_TLS_WRITE,
+        at: At::Entry(3),
+    },
+    Wanted {
+        name: "SSL_free",
+        program: program::HTTP_TLS_FREE,
+        at: At::Entry(1),
+    },
+];
+
 impl ProbeSet {
     /// All, in the order of [`ProbeSet::index`].
-    pub const ALL: [Self; 3] = [Self::Frames, Self::Shm, Self::Http];
+    pub const ALL: [Self; 4] = [Self::Frames, Self::Shm, Self::Http, Self::Tls];
 
     /// Label value.
     #[must_use]
@@ -110,6 +134,7 @@ impl ProbeSet {
             Self::Frames => "frames",
             Self::Shm => "shm",
             Self::Http => "http",
+            Self::Tls => "tls",
         }
     }
 
@@ -119,12 +144,13 @@ impl ProbeSet {
         self as usize
     }
 
-    /// What stands for the set in the table of watched processes.
+    /// What stands for the set in the table of watched processes; 0: another set's flag does.
     pub(super) const fn flag(self) -> u64 {
         match self {
             Self::Frames => watch::FRAMES,
             Self::Shm => watch::SHM,
             Self::Http => watch::HTTP,
+            Self::Tls => 0,
         }
     }
 
@@ -142,6 +168,7 @@ impl ProbeSet {
                 }
             }
             Self::Http => &HTTP,
+            Self::Tls => &TLS,
         }
     }
 
@@ -151,6 +178,7 @@ impl ProbeSet {
             Self::Frames => &[program::ZMQ_MSG_SEND],
             Self::Shm => &program::SHM,
             Self::Http => &program::HTTP,
+            Self::Tls => &program::HTTP_TLS,
         }
     }
 
@@ -159,6 +187,10 @@ impl ProbeSet {
         match self {
             Self::Frames => Some(Rank::of(path, executable)),
             Self::Shm | Self::Http => is_libc(path).then_some(Rank::Named),
+            // Builds of Python that stand alone have it linked in.
+            Self::Tls if file_name(path).starts_with(b"libssl") => Some(Rank::Named),
+            Self::Tls if file_name(path).starts_with(b"libpython") => Some(Rank::Beside),
+            Self::Tls => (path == executable).then_some(Rank::Executable),
         }
     }
 }
@@ -381,6 +413,12 @@ impl Finder {
                     .into_iter()
                     .map(|site| own(wanted.program, site))
                     .collect());
+            }
+            At::Whole(arguments, entry) => {
+                let site = site::choose(self.arch, &function.code, arguments);
+                let returns = site::returns(self.arch, &function.code);
+                let returns = returns.into_iter().map(|site| own(wanted.program, site));
+                return Ok(returns.chain([own(entry, site)]).collect());
             }
             At::Io(note) => note,
         };
