@@ -5,6 +5,8 @@
 //! arguments, and one behind it takes them up: `http_note_*` and `http_return`. Both ways end in the same
 //! functions here, which take a [`Call`].
 //!
+//! What libssl encrypts is taken from it in plaintext, where Python's `_ssl` calls it.
+//!
 //! Event loops read and write far more than connections: their own eventfds, pipes, sockets of libzmq. What is
 //! none of the process's HTTP connections is left with one lookup.
 
@@ -56,6 +58,7 @@ const WRITE: u64 = 2;
 const WRITEV: u64 = 3;
 const SENDMSG: u64 = 4;
 const ACCEPT: u64 = 5;
+const TLS_READ: u64 = 6;
 
 /// By process and thread. Those of the past are evicted.
 #[map]
@@ -103,6 +106,46 @@ impl Call for InNote {
     fn result(self) -> i64 {
         InRegisters(self.0).result()
     }
+}
+
+/// `SSL_read_ex`, which has returned: the third argument is the size that it told.
+#[derive(Clone, Copy)]
+struct Decrypted(*const Noted);
+
+impl Call for Decrypted {
+    #[inline(always)]
+    fn arg(self, n: usize) -> u64 {
+        InNote(core::ptr::null_mut(), self.0).arg(n)
+    }
+
+    #[inline(always)]
+    fn result(self) -> i64 {
+        self.arg(2) as i64
+    }
+}
+
+/// `SSL_write_ex`, at its entry: it takes all that it is given, as what it makes of that goes into memory.
+#[derive(Clone, Copy)]
+struct Encrypted(*mut pt_regs);
+
+impl Call for Encrypted {
+    #[inline(always)]
+    fn arg(self, n: usize) -> u64 {
+        let value = InRegisters(self.0).arg(n);
+        if n == 0 { tls_connection(value) } else { value }
+    }
+
+    #[inline(always)]
+    fn result(self) -> i64 {
+        InRegisters(self.0).arg(2) as i64
+    }
+}
+
+/// What stands for the descriptor of a connection that libssl encrypts: a negative number made of the address of
+/// its `SSL`.
+#[inline(always)]
+fn tls_connection(ssl: u64) -> u64 {
+    (ssl >> 4 ^ ssl >> 36) & 0x7fff_ffff | 0x8000_0000
 }
 
 /// Hides a pointer's origin, so that what it points to is loaded anew at each use: the compiler would keep it on
@@ -224,6 +267,54 @@ fn http_return(ctx: ProbeContext) {
     count(returned(&ctx));
 }
 
+/// Entry of `int SSL_read_ex(SSL *ssl, void *buf, size_t num, size_t *readbytes)`.
+#[uprobe]
+fn http_note_tls_read(ctx: ProbeContext) {
+    count(note(&ctx, TLS_READ));
+}
+
+/// Return of the same.
+#[uprobe]
+fn http_tls_read(ctx: ProbeContext) {
+    count(decrypted(&ctx));
+}
+
+/// Entry of `int SSL_write_ex(SSL *ssl, const void *buf, size_t num, size_t *written)`.
+#[uprobe]
+fn http_tls_write(ctx: ProbeContext) {
+    count(sent(Encrypted(ctx.as_ptr().cast())));
+}
+
+/// Entry of `void SSL_free(SSL *ssl)`.
+#[uprobe]
+fn http_tls_free(ctx: ProbeContext) {
+    count(closed(tls_connection(registers(&ctx).arg(0))));
+}
+
+#[inline(always)]
+fn decrypted(ctx: &ProbeContext) -> Counter {
+    let id = bpf_get_current_pid_tgid();
+    let Some(noted) = CALLS.get_ptr_mut(&id) else {
+        return Counter::HttpIgnored;
+    };
+    // SAFETY: a value of the map, which only its thread writes; the helper checks where the size comes from.
+    unsafe {
+        if (&raw const (*noted).call).read_volatile() != TLS_READ {
+            return Counter::HttpIgnored;
+        }
+        (&raw mut (*noted).call).write_volatile(NOTHING);
+        // 1: something was read.
+        if registers(ctx).result() as i32 != 1 {
+            return Counter::HttpIgnored;
+        }
+        let size = (&raw const (*noted).args[3]).read_volatile();
+        if bpf_probe_read_user((&raw mut (*noted).args[2]).cast(), 8, size as *const _) != 0 {
+            return Counter::LostHttpUnreadable;
+        }
+    }
+    received(Decrypted(noted))
+}
+
 #[inline(always)]
 fn returned(ctx: &ProbeContext) -> Counter {
     let id = bpf_get_current_pid_tgid();
@@ -256,7 +347,7 @@ fn note(ctx: &ProbeContext, call: u64) -> Counter {
     }
     let made = registers(ctx);
     // Only what may be the begin of a connection matters where none is known.
-    if call != READ && call != ACCEPT && CONNECTIONS.get_ptr_mut(key(id, made.arg(0))).is_none() {
+    if matches!(call, WRITE | WRITEV | SENDMSG) && CONNECTIONS.get_ptr_mut(key(id, made.arg(0))).is_none() {
         return Counter::HttpIgnored;
     }
     let noted = match CALLS.get_ptr_mut(&id) {
@@ -274,9 +365,14 @@ fn note(ctx: &ProbeContext, call: u64) -> Counter {
     };
     // SAFETY: a value of the map, which only its thread writes.
     unsafe {
-        (&raw mut (*noted).args[0]).write_volatile(made.arg(0));
+        if call == TLS_READ {
+            (&raw mut (*noted).args[0]).write_volatile(tls_connection(made.arg(0)));
+            (&raw mut (*noted).args[3]).write_volatile(made.arg(3));
+        } else {
+            (&raw mut (*noted).args[0]).write_volatile(made.arg(0));
+            (&raw mut (*noted).args[2]).write_volatile(made.arg(2));
+        }
         (&raw mut (*noted).args[1]).write_volatile(made.arg(1));
-        (&raw mut (*noted).args[2]).write_volatile(made.arg(2));
         (&raw mut (*noted).call).write_volatile(call);
     }
     Counter::HttpNoted

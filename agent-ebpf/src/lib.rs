@@ -84,6 +84,18 @@ pub mod program {
         HTTP_NOTE_ACCEPT,
         HTTP_RETURN,
     ];
+    /// Entry uprobe on `SSL_read_ex(SSL *ssl, void *buf, size_t num, size_t *readbytes)`, or some instructions behind
+    /// it: it notes the arguments for [`HTTP_TLS_READ`].
+    pub const HTTP_NOTE_TLS_READ: &str = "http_note_tls_read";
+    /// Uprobe on each return of the same.
+    pub const HTTP_TLS_READ: &str = "http_tls_read";
+    /// Entry uprobe on `SSL_write_ex(SSL *ssl, const void *buf, size_t num, size_t *written)`, or some instructions
+    /// behind it.
+    pub const HTTP_TLS_WRITE: &str = "http_tls_write";
+    /// Entry uprobe on `SSL_free(SSL *ssl)`, or some instructions behind it.
+    pub const HTTP_TLS_FREE: &str = "http_tls_free";
+    /// Those that watch HTTP connections which libssl encrypts.
+    pub const HTTP_TLS: [&str; 4] = [HTTP_NOTE_TLS_READ, HTTP_TLS_READ, HTTP_TLS_WRITE, HTTP_TLS_FREE];
     /// Raw tracepoint `sched_process_exec`: every exec on the host, for discovery.
     pub const PROCESS_EXEC: &str = "process_exec";
     /// Raw tracepoint `task_newtask`: new processes (not threads) of watched parents.
@@ -400,7 +412,7 @@ pub struct HttpHeader {
     pub tid: u32,
     /// Bytes that came in or went out; else what the operation says.
     pub size: u64,
-    /// The connection: its descriptor.
+    /// The connection: its descriptor, or a negative number that stands for one which libssl encrypts.
     pub fd: i32,
     /// Captured bytes of the start.
     pub head_len: u32,

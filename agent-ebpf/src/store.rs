@@ -121,7 +121,11 @@ fn called(step: ShmStep, key: u64, size: u64) -> Counter {
         (&raw mut (*call).size).write(size);
         (&raw mut (*call).step).write(step as u64);
         (&raw mut (*call).start_ns).write(now());
-        if is_open { Counter::StoreUnreturned } else { Counter::ShmNoted }
+        if is_open {
+            Counter::StoreUnreturned
+        } else {
+            Counter::ShmNoted
+        }
     }
 }
 
@@ -161,13 +165,18 @@ fn returned(ctx: &ProbeContext) -> Counter {
         (&raw mut (*header).step).write_volatile(step as u32);
         (&raw mut (*header).tgid).write_volatile((id >> 32) as u32);
         (&raw mut (*header).tid).write_volatile(id as u32);
-        let size = if is_get { 0 } else { (&raw const (*call).size).read() };
+        let size = if is_get {
+            0
+        } else {
+            (&raw const (*call).size).read()
+        };
         (&raw mut (*header).size).write_volatile(size);
         (&raw mut (*header).reserved).write_volatile(0);
         (&raw mut (*header).name_len).write_volatile(len as u32);
         (&raw mut (*header).time_ns).write_volatile(now());
         let to = (&raw mut (*slot).name).cast();
-        let read = generated::bpf_probe_read_user(to, len as u32, (&raw const (*call).key).read() as *const _);
+        let read =
+            generated::bpf_probe_read_user(to, len as u32, (&raw const (*call).key).read() as *const _);
         if read != 0 {
             record.discard(wakeup(0));
             return Counter::LostShmUnreadable;

@@ -10,7 +10,7 @@
 //! ```
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     fs, io,
     sync::{
         Arc,
@@ -149,6 +149,8 @@ enum Notice {
     Exec(u32),
     Fork,
     Exit(u32),
+    /// The process serves TLS.
+    Tls(u32),
     Stop,
 }
 
@@ -233,6 +235,7 @@ impl Agent {
             model_names: settings.model_names.clone(),
             tap: tap.clone(),
             http: settings.http,
+            tls: HashSet::new(),
             changes: changes.clone(),
             attach,
             watched,
@@ -592,6 +595,7 @@ impl Reading {
             Event::Shm(event) => self.shm(&event),
             // Counted by the reader.
             Event::Http(_) => {}
+            Event::Tls { pid } => drop(self.notices.send(Notice::Tls(pid))),
             // The host thread is there as long as this one; after its end news are of no use.
             Event::Exec { pid, .. } => drop(self.notices.send(Notice::Exec(pid))),
             Event::Fork { .. } => drop(self.notices.send(Notice::Fork)),
@@ -641,6 +645,8 @@ struct Discovery {
     model_names: Vec<ModelName>,
     tap: Option<Tap>,
     http: bool,
+    /// Processes that serve TLS.
+    tls: HashSet<ProcessKey>,
     changes: Sender<Change>,
     attach: Sender<Attach>,
     watched: Watched,
@@ -666,6 +672,10 @@ impl Discovery {
                 Ok(Notice::Exit(pid)) => Ok(self.host.gone(pid)),
                 Ok(Notice::Fork) => {
                     next_scan = next_scan.min(Instant::now() + FORK_PAUSE);
+                    continue;
+                }
+                Ok(Notice::Tls(pid)) => {
+                    self.serves_tls(pid);
                     continue;
                 }
                 Ok(Notice::Stop) | Err(RecvTimeoutError::Disconnected) => return,
@@ -738,6 +748,7 @@ impl Discovery {
                 self.members.remove(key.pid);
                 self.servers.remove(key.pid);
                 self.roles.remove(key);
+                self.tls.remove(key);
                 attach.extend(ProbeSet::ALL.map(|set| Attach::Off(*key, set)));
             }
             Change::Pipeline(pipeline) => {
@@ -785,6 +796,17 @@ impl Discovery {
         }
     }
 
+    /// A process whose HTTP is watched accepted a connection that is encrypted.
+    fn serves_tls(&mut self, pid: u32) {
+        let Some(&key) = self.roles.keys().find(|key| key.pid == pid) else {
+            return;
+        };
+        if self.tls.insert(key) {
+            info!(pid, "serves TLS");
+            drop(self.attach.send(Attach::On(key, ProbeSet::Tls)));
+        }
+    }
+
     /// A process may use these connectors.
     fn connectors_seen(&self, key: ProcessKey, connectors: Connectors) {
         info!(pid = key.pid, ?connectors, "connectors");
@@ -816,6 +838,7 @@ impl Discovery {
             ProbeSet::Shm => role.has_connector() && is_omni(),
             ProbeSet::Http => role.serves_http() && self.http,
             ProbeSet::Store => role.has_connector() && is_omni() && self.host.connectors(key).store,
+            ProbeSet::Tls => self.tls.contains(&key),
         }
     }
 }
@@ -964,6 +987,11 @@ impl Attacher {
                             path,
                             function,
                             "no cheap instruction to probe in this function: a hit costs some 9 us, not 0.5 us"
+                        );
+                    } else if probe.kind == SiteKind::Helper {
+                        warn!(
+                            path,
+                            "this libc makes its system calls in one function: each call of HTTP is two hits, and other calls are one"
                         );
                     }
                 }

@@ -5,6 +5,7 @@
 //! say why it does not.
 
 use std::{
+    collections::HashSet,
     fmt, fs, io,
     path::{Path, PathBuf},
     sync::mpsc::channel,
@@ -15,8 +16,16 @@ use serde::Serialize;
 
 use crate::{
     gpu::{self, Trial, sample::State},
+    host::{
+        identity::Change,
+        scan::{Host, Settings as HostSettings},
+    },
     statsock,
-    tap::{self, ProbeSet, Settings, SiteKind, Tap, TapError},
+    tap::{
+        self, ProbeSet, Settings, SiteKind, Tap, TapError,
+        site::Arch,
+        target::{Finder, Place},
+    },
 };
 
 /// A call of NVML that takes longer hangs in the driver.
@@ -618,6 +627,7 @@ fn try_tap(facts: &Facts, report: &mut Report) {
             );
         }
     }
+    try_http_sites(report);
     match tap::selftest::run(&tap, &mut reader) {
         Ok(test) => {
             report.add(
@@ -644,6 +654,80 @@ fn try_tap(facts: &Facts, report: &mut Report) {
             "see capabilities above; if all are held, report it with this output",
         ),
     }
+}
+
+/// Most files of libc that are told of.
+const MAX_LIBCS: usize = 8;
+
+/// Where the calls of HTTP would be probed: in the libc of each API server here, and in that of this process.
+fn try_http_sites(report: &mut Report) {
+    let finder = Finder::new(Arch::NATIVE, ProbeSet::Http);
+    let servers = Host::new(HostSettings::default())
+        .scan()
+        .unwrap_or_default()
+        .into_iter()
+        .filter_map(|change| match change {
+            Change::Process(process) if process.role.serves_http() => Some(process.key.pid),
+            _ => None,
+        });
+    let mut seen = HashSet::new();
+    for (pid, whose) in servers
+        .map(|pid| (pid, format!("API server {pid}")))
+        .chain([(std::process::id(), "this process".to_owned())])
+    {
+        let found = tap::maps::read(pid)
+            .map_err(|e| e.to_string())
+            .and_then(|text| finder.find(pid, &text).map_err(|e| e.to_string()));
+        let (status, evidence) = match found {
+            Ok(targets) if targets.is_empty() => (Status::Pass, "no libc that is known".to_owned()),
+            Ok(targets) => {
+                let places: Vec<_> = targets.iter().flat_map(|target| &target.places).collect();
+                http_sites(&places)
+            }
+            Err(e) => (Status::Warn, e),
+        };
+        if seen.insert(evidence.clone()) && seen.len() <= MAX_LIBCS {
+            report.add(
+                "HTTP sites",
+                status,
+                format!("{evidence} (in {whose})"),
+                "HTTP costs its server more, or is not seen: use an image with another release of glibc where that matters",
+            );
+        }
+    }
+}
+
+/// Functions by the way that they are probed.
+fn http_sites(places: &[&Place]) -> (Status, String) {
+    let of_kind = |kind: SiteKind| -> Vec<&str> {
+        let mut names: Vec<_> = places
+            .iter()
+            .filter(|place| place.site.kind == kind)
+            .map(|place| place.function)
+            .collect();
+        names.dedup();
+        names
+    };
+    let mut text = Vec::new();
+    for (kind, how) in [
+        (SiteKind::Syscall, "behind the system call"),
+        (SiteKind::Push, "in front of it"),
+        (SiteKind::Nop, "in front of it"),
+        (SiteKind::Branch, "in front of it"),
+        (SiteKind::Slow, "in front of it, single-stepped"),
+    ] {
+        let names = of_kind(kind);
+        if !names.is_empty() {
+            text.push(format!("{}: {how}", names.join(", ")));
+        }
+    }
+    let has_helper = !of_kind(SiteKind::Helper).is_empty();
+    if has_helper {
+        text.push("results behind libc's common function for system calls: two hits a call".to_owned());
+    }
+    let costs_more = has_helper || !of_kind(SiteKind::Slow).is_empty();
+    let status = if costs_more { Status::Warn } else { Status::Pass };
+    (status, text.join("; "))
 }
 
 fn load_remedy(facts: &Facts, error: &TapError) -> &'static str {

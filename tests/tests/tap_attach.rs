@@ -276,7 +276,7 @@ fn what_cannot_be_probed() {
     assert!(matches!(error, AttachError::Gone), "{error}");
     child.kill().unwrap();
     child.wait().unwrap();
-    let [failures, _] = tap.stats().failures;
+    let [failures, ..] = tap.stats().failures;
     assert_eq!(
         (
             failures[FailureReason::NoFunction as usize],

@@ -33,7 +33,9 @@ fn store() -> Option<Sender> {
             return None;
         }
     }
-    Some(Sender::start(Command::new(python()).arg(script("store.py")).arg(&library)))
+    Some(Sender::start(
+        Command::new(python()).arg(script("store.py")).arg(&library),
+    ))
 }
 
 /// What comes until so much has come, or for ten seconds, with the ends.
@@ -65,8 +67,16 @@ fn puts_and_gets_from_entry_to_return() {
     let (tap, mut reader) = load(&Settings::default());
     let _shm = tap.attach_set(sender.key(), ProbeSet::Shm).unwrap();
     let store = tap.attach_set(sender.key(), ProbeSet::Store).unwrap();
-    let returns = store.probes().iter().filter(|probe| probe.kind == SiteKind::Return).count();
-    assert!(returns >= 4, "a put with several returns, and a get: {:?}", store.probes());
+    let returns = store
+        .probes()
+        .iter()
+        .filter(|probe| probe.kind == SiteKind::Return)
+        .count();
+    assert!(
+        returns >= 4,
+        "a put with several returns, and a get: {:?}",
+        store.probes()
+    );
     assert!(store.probes().iter().all(|probe| probe.kind != SiteKind::Slow));
 
     let key = "r-1a2b3c4d_0_0@0_1";
@@ -88,10 +98,17 @@ fn puts_and_gets_from_entry_to_return() {
     let sizes: Vec<u64> = puts.iter().map(|(size, _)| *size).collect();
     assert_eq!(sizes, [1001, 70_000, 1_000_000]);
     assert!(puts.iter().all(|(_, took)| *took >= 2_000_000), "{puts:?}");
-    let [.., (done, get)] = &seen[..] else { panic!("{seen:?}") };
-    let ShmWhat::Get { start_ns } = get.what else { panic!("{get:?}") };
+    let [.., (done, get)] = &seen[..] else {
+        panic!("{seen:?}")
+    };
+    let ShmWhat::Get { start_ns } = get.what else {
+        panic!("{get:?}")
+    };
     assert!(done - start_ns >= 3_000_000);
-    assert!(seen.iter().all(|(_, event)| event.name == key && event.pid == sender.pid));
+    assert!(
+        seen.iter()
+            .all(|(_, event)| event.name == key && event.pid == sender.pid)
+    );
     // Two jumps to another function and an exception were followed by another call.
     assert_eq!(counted(&tap, Counter::StoreUnreturned), 3);
     assert_eq!(counted(&tap, Counter::ShmCaptured), 4);
@@ -114,7 +131,10 @@ fn longest_keys() {
         let key = "k".repeat(length);
         sender.command(&format!("{{\"put\": \"{key}\", \"size\": 9}}"));
     }
-    let lengths: Vec<usize> = events(&mut reader, 2).iter().map(|(_, event)| event.name.len()).collect();
+    let lengths: Vec<usize> = events(&mut reader, 2)
+        .iter()
+        .map(|(_, event)| event.name.len())
+        .collect();
     assert_eq!(lengths, [512, 1]);
 }
 
@@ -126,5 +146,8 @@ fn a_process_without_the_library_gets_no_probe() {
     let sender = Sender::start(Command::new(python()).arg(script("segments.py")));
     let (tap, _reader) = load(&Settings::default());
     let error = tap.attach_set(sender.key(), ProbeSet::Store).unwrap_err();
-    assert!(matches!(error, AttachError::NoFunction(ProbeSet::Store)), "{error}");
+    assert!(
+        matches!(error, AttachError::NoFunction(ProbeSet::Store)),
+        "{error}"
+    );
 }

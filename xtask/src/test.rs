@@ -6,12 +6,16 @@ use anyhow::Result;
 
 use crate::{real::kit, setup};
 
-/// Packages of the bundled pipeline, and the parser that the exposition is held against.
+/// Packages of the bundled pipeline, the parser that the exposition is held against, and the HTTP server that vLLM runs.
 pub(crate) const PYTHON_PACKAGES: &[&str] = &[
     "pyzmq==27.3.0",
     "msgspec==0.23.0",
     "setproctitle==1.3.8",
     "prometheus-client==0.26.0",
+    "uvicorn==0.54.0",
+    "uvloop==0.23.0",
+    "httptools==0.9.0",
+    "h11==0.16.0",
 ];
 
 /// Options of `cargo xtask test`.

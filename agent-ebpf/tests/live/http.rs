@@ -34,6 +34,11 @@ fn start(args: &[&str], way: Way) -> Option<(Server, Tap)> {
     Some((server, tap))
 }
 
+/// As an order's answer.
+fn size_of_order(size: usize) -> i64 {
+    i64::try_from(size).unwrap()
+}
+
 /// Operations and sizes, in their order.
 fn told(tap: &mut Tap) -> Vec<(HttpOp, i32, u64)> {
     tap.drain();
@@ -68,7 +73,10 @@ fn a_request(
     let before = super::monotonic();
     let (mut client, fd) = server.connect();
     client.write_all(REQUEST).unwrap();
-    assert_eq!(server.order(&format!("{read} {fd} 256000")), REQUEST.len() as i64);
+    assert_eq!(
+        server.order(&format!("{read} {fd} 256000")),
+        size_of_order(REQUEST.len())
+    );
     assert_eq!(server.order(&format!("{write} {fd} 3 100")), 100);
     assert_eq!(server.order(&format!("{close} {fd}")), 0);
     let after = super::monotonic();
@@ -114,7 +122,7 @@ fn what_is_captured_of_each_size(#[values(Way::AtOnce, Way::InTurn)] way: Way) {
     }
     for (seed, size) in sizes.into_iter().enumerate() {
         client.write_all(&content(seed, 0..size)).unwrap();
-        assert_eq!(server.order(&format!("recv {fd} {size}")), size as i64);
+        assert_eq!(server.order(&format!("recv {fd} {size}")), size_of_order(size));
         check(
             &last(&mut tap),
             seed,
@@ -122,7 +130,10 @@ fn what_is_captured_of_each_size(#[values(Way::AtOnce, Way::InTurn)] way: Way) {
             HTTP_RECEIVED_HEAD,
             HTTP_RECEIVED_TAIL,
         );
-        assert_eq!(server.order(&format!("write {fd} {seed} {size}")), size as i64);
+        assert_eq!(
+            server.order(&format!("write {fd} {seed} {size}")),
+            size_of_order(size)
+        );
         check(&last(&mut tap), seed, size, HTTP_SENT_HEAD, HTTP_SENT_TAIL);
         let mut out = vec![0; size];
         client.read_exact(&mut out).unwrap();
@@ -172,7 +183,7 @@ fn vectors(#[values(Way::AtOnce, Way::InTurn)] way: Way) {
             let size: usize = sizes.iter().sum();
             let words: Vec<_> = sizes.iter().map(ToString::to_string).collect();
             let out = server.order(&format!("{call} {fd} 5 {}", words.join(" ")));
-            assert_eq!(out, size as i64);
+            assert_eq!(out, size_of_order(size));
             let http = last(&mut tap);
             assert_eq!((http.op, http.header.size), (HttpOp::Sent, size as u64));
             assert!(http.head == content(5, 0..head), "{call} {sizes:?}: {http:?}");

@@ -791,7 +791,8 @@ families! {
         "Probes that were taken off.";
     OmnitapProbeFailuresTotal "omnitap_probe_failures_total"
         Counter, &["probes", "reason"], Own, Nothing,
-        "Attempts to probe a process that failed, by what the probes are for (frames, shm, http, store) and reason.";
+        "Attempts to probe a process that failed, by what the probes are for (frames, shm, http, tls, store) and \
+         reason.";
     OmnitapProbeHitsTotal "omnitap_probe_hits_total"
         Counter, &["result"], Own, Nothing,
         "Hits of probes that lost nothing, by what became of the frame: captured, aux (header only), short (dropped \

@@ -19,6 +19,9 @@ use super::{
 };
 use crate::wire::{frame::Frame, http::HttpEvent, shm::ShmEvent};
 
+/// How a client begins TLS: a record of a handshake, of any version from SSL 3.0 on (RFC 8446, 5.1).
+const HANDSHAKE: [u8; 2] = [22, 3];
+
 /// What the kernel told, in the order of its happening.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event<'a> {
@@ -29,6 +32,11 @@ pub enum Event<'a> {
     Shm(ShmEvent<'a>),
     /// Something was done with an HTTP connection. Its bytes lie in the ring, too.
     Http(HttpEvent<'a>),
+    /// A connection that a watched process accepted begins as TLS: [`super::ProbeSet::Tls`] sees into it.
+    Tls {
+        /// The process.
+        pid: u32,
+    },
     /// A process anywhere on the host called exec: it may have become one to watch.
     Exec {
         /// The process (initial PID namespace).
@@ -184,6 +192,9 @@ impl Reader {
                     }
                     add(&self.counts.http);
                     each(Event::Http(http(op, &header, head, tail)));
+                    if op == HttpOp::Foreign && header.size.to_le_bytes().starts_with(&HANDSHAKE) {
+                        each(Event::Tls { pid: header.tgid });
+                    }
                 }
                 Record::Process(kind, record) => {
                     let (pid, time_ns) = (record.tgid, record.time_ns);

@@ -146,9 +146,8 @@ impl Threads {
 /// A name without its slash, if it may be a transfer's.
 fn own_name(name: &[u8]) -> Option<&str> {
     let name = std::str::from_utf8(name.strip_prefix(b"/").unwrap_or(name)).ok()?;
-    let is_own = !name.is_empty()
-        && name.len() <= MAX_KEY
-        && !OTHERS.iter().any(|other| name.starts_with(other));
+    let is_own =
+        !name.is_empty() && name.len() <= MAX_KEY && !OTHERS.iter().any(|other| name.starts_with(other));
     is_own.then_some(name)
 }
 

@@ -206,6 +206,33 @@ fn aarch64_returns(code: &[u8]) -> Vec<Site> {
         .collect()
 }
 
+/// Of the sites behind the system calls of a function that threads can be cancelled in, those that a process with
+/// several threads comes to. Such a process makes the call between two calls of libc's own, which allow and forbid
+/// the cancellation; a process with one thread makes it without, in another place. All of them where no site lies
+/// behind a call.
+#[must_use]
+pub fn of_threads(arch: Arch, code: &[u8], sites: Vec<Site>) -> Vec<Site> {
+    let first_call = match arch {
+        Arch::X86_64 => Decoder::with_ip(64, code, 0, DecoderOptions::NONE)
+            .iter()
+            .find(|instruction| instruction.code() == Code::Call_rel32_64)
+            .map(|instruction| instruction.ip()),
+        Arch::Aarch64 => words(code)
+            .iter()
+            .zip(0_u64..)
+            .find(|(word, _)| **word & 0xfc00_0000 == BL)
+            .map(|(_, index)| 4 * index),
+    };
+    let behind: Vec<Site> = sites
+        .iter()
+        .filter(|site| first_call.is_some_and(|call| call < site.offset))
+        .copied()
+        .collect();
+    if behind.is_empty() { sites } else { behind }
+}
+
+const BL: u32 = 0x9400_0000;
+
 fn behind_syscall(offset: u64, before: usize) -> Site {
     Site {
         offset,
@@ -254,7 +281,7 @@ pub fn behind_helper(arch: Arch, code: &[u8]) -> Option<Site> {
         Arch::Aarch64 => {
             let words = words(code);
             let words = words.get(..words.len().min(usize::from(MAX_SKIPPED)))?;
-            let call = words.iter().position(|word| word & 0xfc00_0000 == 0x9400_0000)?;
+            let call = words.iter().position(|word| word & 0xfc00_0000 == BL)?;
             let mut pairs = words.windows(2).enumerate().skip(call + 1);
             pairs.find_map(|(before, pair)| match *pair {
                 [CMN_4095 | CMN_4096, jump] if is_failure_branch(jump) => Some(Site {
@@ -579,7 +606,10 @@ mod tests {
     #[case::cut_short(&[0xc3, 0xb8, 0x01], &[])]
     #[case::empty(&[], &[])]
     fn x86_64_returns(#[case] code: &[u8], #[case] expected: &[u64]) {
-        let offsets: Vec<u64> = returns(Arch::X86_64, code).iter().map(|site| site.offset).collect();
+        let offsets: Vec<u64> = returns(Arch::X86_64, code)
+            .iter()
+            .map(|site| site.offset)
+            .collect();
         assert_eq!(offsets, expected);
     }
 
@@ -590,7 +620,10 @@ mod tests {
     #[case::branch_to_a_register(&[0xd61f_0000], &[])]
     fn aarch64_returns(#[case] words: &[u32], #[case] expected: &[u64]) {
         let code: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        let offsets: Vec<u64> = returns(Arch::Aarch64, &code).iter().map(|site| site.offset).collect();
+        let offsets: Vec<u64> = returns(Arch::Aarch64, &code)
+            .iter()
+            .map(|site| site.offset)
+            .collect();
         assert_eq!(offsets, expected);
         assert!(returns(Arch::Aarch64, &code[1..]).is_empty());
     }
@@ -693,6 +726,113 @@ mod tests {
         assert_eq!(sites.iter().map(|site| site.offset).collect::<Vec<_>>(), offsets);
     }
 
+    /// `read` and `close` of glibc 2.41 (Debian 13), and the function that makes their system calls.
+    #[test]
+    fn x86_64_helper() {
+        const READ: &[u8] = b"\x48\x83\xec\x10\x48\x63\xff\x45\x31\xc9\x45\x31\xc0\x6a\x00\x31\xc9\
+            \xe8\xda\xb5\xf8\xff\x48\x83\xc4\x18\xc3";
+        const CLOSE: &[u8] = b"\x48\x83\xec\x10\x48\x63\xff\x45\x31\xc9\x45\x31\xc0\x6a\x03\x31\xc9\
+            \x31\xd2\x31\xf6\xe8\x06\xfd\xf8\xff\x48\x83\xc4\x18\xc3";
+        const HELPER: &[u8] = b"\x48\x83\xec\x10\xff\x74\x24\x18\xe8\x73\xff\xff\xff\x5a\x59\
+            \x48\x3d\x00\xf0\xff\xff\x77\x09\x48\x83\xc4\x08\xc3";
+        assert!(behind_syscalls(Arch::X86_64, READ).is_empty());
+        assert_eq!(choose(Arch::X86_64, READ, 3), site(17, SiteKind::Branch, 6));
+        assert_eq!(helper(Arch::X86_64, READ), Some(22 - 0x7_4a26));
+        assert_eq!(choose(Arch::X86_64, CLOSE, 1), site(21, SiteKind::Branch, 8));
+        assert_eq!(choose(Arch::X86_64, CLOSE, 3), Site::ENTRY);
+        assert_eq!(
+            behind_helper(Arch::X86_64, HELPER),
+            Some(site(21, SiteKind::Helper, 6))
+        );
+    }
+
+    /// The same on the other machine.
+    #[test]
+    fn aarch64_helper() {
+        let code = |words: &[u32]| -> Vec<u8> { words.iter().flat_map(|word| word.to_le_bytes()).collect() };
+        let read = code(&[
+            0xd503_245f,
+            0x9340_7c00,
+            0xd280_07e6,
+            0xd280_0005,
+            0xd280_0004,
+            0xd280_0003,
+            0x17fe_7a6d,
+        ]);
+        let close = code(&[
+            0xd503_233f,
+            0xa9bf_7bfd,
+            0xd280_0726,
+            0xd280_0005,
+            0x9100_03fd,
+            0xd280_0004,
+            0xd280_0003,
+            0xd280_0002,
+            0xd280_0001,
+            0x9340_7c00,
+            0x97fe_8ce9,
+            0xa8c1_7bfd,
+            0xd503_23bf,
+            RET,
+        ]);
+        let shared = code(&[
+            0xd503_233f,
+            0xa9bf_7bfd,
+            0x9100_03fd,
+            0x97ff_ffda,
+            0xb140_041f,
+            0x5400_0088,
+            RET,
+        ]);
+        assert_eq!(choose(Arch::Aarch64, &read, 3), site(24, SiteKind::Branch, 6));
+        assert_eq!(helper(Arch::Aarch64, &read), Some(0x828cc - 0xe_3f00));
+        assert_eq!(choose(Arch::Aarch64, &close, 1), site(40, SiteKind::Branch, 10));
+        assert_eq!(choose(Arch::Aarch64, &close, 3), Site::ENTRY);
+        assert_eq!(helper(Arch::Aarch64, &close), Some(0x828cc - 0xd_f500));
+        assert_eq!(
+            behind_helper(Arch::Aarch64, &shared),
+            Some(site(20, SiteKind::Helper, 5))
+        );
+    }
+
+    #[rstest]
+    #[case::no_call(b"\x31\xc0\xc3", None)]
+    #[case::two(b"\xe8\x00\x01\x00\x00\xe8\x00\x02\x00\x00\xc3", None)]
+    #[case::the_same_twice(b"\xe8\x00\x01\x00\x00\xe8\xfb\x00\x00\x00\xc3", Some(0x105))]
+    #[case::jump(b"\xe9\x00\x01\x00\x00", Some(0x105))]
+    #[case::jump_inside(b"\xeb\x00\xe8\x00\x01\x00\x00\xc3", Some(0x107))]
+    fn one_helper(#[case] code: &[u8], #[case] distance: Option<i64>) {
+        assert_eq!(helper(Arch::X86_64, code), distance);
+    }
+
+    /// `SSL_read_ex` of OpenSSL 3.0 (Debian 12).
+    #[test]
+    fn returns_and_arguments_of_ssl_read_ex() {
+        const CODE: &[u8] =
+            b"\x48\x83\xec\x08\xe8\xc7\xfd\xff\xff\x31\xd2\x85\xc0\x0f\x48\xc2\x48\x83\xc4\x08\
+            \x31\xd2\x31\xc9\x31\xf6\x31\xff\xc3";
+        assert_eq!(choose(Arch::X86_64, CODE, 4), site(4, SiteKind::Branch, 1));
+        assert_eq!(returns(Arch::X86_64, CODE), [site(28, SiteKind::Slow, 10)]);
+        assert_eq!(choose(Arch::X86_64, &CODE[22..], 4), Site::ENTRY);
+    }
+
+    /// `read` of glibc 2.36 (Debian 12): the first site is that of processes with one thread.
+    #[test]
+    fn sites_of_threads() {
+        const READ: &[u8] = b"\x80\x3d\x31\x33\x0e\x00\x00\x74\x17\x31\xc0\x0f\x05\x48\x3d\x00\xf0\xff\xff\
+            \x77\x5b\xc3\x66\x2e\x0f\x1f\x84\x00\x00\x00\x00\x00\x48\x83\xec\x28\x48\x89\x54\x24\x18\
+            \x48\x89\x74\x24\x10\x89\x7c\x24\x08\xe8\x49\xd5\xf8\xff\x48\x8b\x54\x24\x18\
+            \x48\x8b\x74\x24\x10\x41\x89\xc0\x8b\x7c\x24\x08\x31\xc0\x0f\x05\x48\x3d\x00\xf0\xff\xff\
+            \x77\x34\x44\x89\xc7";
+        let all = behind_syscalls(Arch::X86_64, READ);
+        assert_eq!(all.iter().map(|site| site.offset).collect::<Vec<_>>(), [19, 82]);
+        let kept = of_threads(Arch::X86_64, READ, all);
+        assert_eq!(kept.iter().map(|site| site.offset).collect::<Vec<_>>(), [82]);
+        // One that nobody can be cancelled in.
+        let all = behind_syscalls(Arch::X86_64, &READ[9..]);
+        assert_eq!(of_threads(Arch::X86_64, &READ[9..32], all.clone()), all);
+    }
+
     /// `shm_open` and `shm_unlink` of glibc 2.36 (Debian 12), and with CET.
     #[rstest]
     #[case::shm_open(
@@ -730,9 +870,12 @@ mod tests {
                 let site = choose(arch, &code, 3);
                 prop_assert!(site == Site::ENTRY || site.offset < code.len() as u64);
                 prop_assert!(arch == Arch::X86_64 || site.offset.is_multiple_of(4));
-                for site in behind_syscalls(arch, &code) {
+                let behind = behind_syscalls(arch, &code);
+                for site in behind.iter().chain(&behind_helper(arch, &code)) {
                     prop_assert!(site.offset < code.len() as u64);
                 }
+                prop_assert_eq!(of_threads(arch, &code, behind.clone()).is_empty(), behind.is_empty());
+                let _ = helper(arch, &code);
             }
         }
     }

@@ -34,7 +34,7 @@ const MAX_CODE: u64 = 32 << 10;
 /// Longest mangled name that is looked at, in bytes: those of templates have thousands.
 const MAX_MANGLED: usize = 1024;
 /// Bytes looked at of a function whose size the symbol does not tell.
-const CODE_OF_UNKNOWN_SIZE: u64 = 64;
+const CODE_OF_UNKNOWN_SIZE: usize = 64;
 
 /// Why a file gave no function.
 #[derive(Debug, Error)]
@@ -151,7 +151,7 @@ impl MappedFile {
 
     /// Code at an offset of the file, of a function whose size is not known.
     pub fn code_at(&self, offset: u64) -> Result<Vec<u8>, SymbolError> {
-        let mut code = vec![0; CODE_OF_UNKNOWN_SIZE as usize];
+        let mut code = vec![0; CODE_OF_UNKNOWN_SIZE];
         let read = self.file.read_at(&mut code, offset).map_err(SymbolError::Open)?;
         code.truncate(read);
         Ok(code)
@@ -294,7 +294,10 @@ fn cpp_places(names: &[u8], path: &str, parameters: &[&str]) -> Vec<u32> {
             let rest = names.get(at..).unwrap_or_default();
             let symbol = rest.iter().take(MAX_MANGLED).position(|&b| b == 0);
             let symbol = symbol.and_then(|len| rest.get(..len));
-            if let (Some(true), Ok(place)) = (symbol.map(|symbol| is_called(symbol, path, parameters)), u32::try_from(at)) {
+            if let (Some(true), Ok(place)) = (
+                symbol.map(|symbol| is_called(symbol, path, parameters)),
+                u32::try_from(at),
+            ) {
                 found.push(place);
             }
             at += 1;
@@ -317,13 +320,15 @@ fn is_called(symbol: &[u8], path: &str, parameters: &[&str]) -> bool {
     let Some(mut rest) = text.strip_prefix(path).and_then(|rest| rest.strip_prefix('(')) else {
         return false;
     };
-    parameters.iter().all(|parameter| match rest.split_once(parameter) {
-        Some((_, behind)) => {
-            rest = behind;
-            true
-        }
-        None => false,
-    })
+    parameters
+        .iter()
+        .all(|parameter| match rest.split_once(parameter) {
+            Some((_, behind)) => {
+                rest = behind;
+                true
+            }
+            None => false,
+        })
 }
 
 fn function<'a, R: ReadRef<'a>>(
@@ -344,7 +349,7 @@ fn function<'a, R: ReadRef<'a>>(
         })
         .ok_or(SymbolError::Missing)?;
     let size = match symbol.st_size(Le) {
-        0 => CODE_OF_UNKNOWN_SIZE,
+        0 => CODE_OF_UNKNOWN_SIZE as u64,
         size => size.min(MAX_CODE),
     };
     let code = data
@@ -565,7 +570,11 @@ mod tests {
         let Some((_dir, library)) = compile(&[CPP], &["-x", "c++", "-shared", "-fPIC", "-O2"]) else {
             return;
         };
-        let found = find(&File::open(library).unwrap(), Arch::NATIVE, Name::Cpp { path, parameters });
+        let found = find(
+            &File::open(library).unwrap(),
+            Arch::NATIVE,
+            Name::Cpp { path, parameters },
+        );
         assert!(matches!(found, Err(SymbolError::Missing)), "{found:?}");
     }
 

@@ -8,13 +8,12 @@ use std::{
 use omnitap_ebpf::{program, watch};
 use parking_lot::Mutex;
 
-use crate::host::connectors::is_store;
-
 use super::{
     maps::{self, Mapping},
     site::{self, Arch, Site, SiteKind},
-    symbol::{self, FileId, Name, Function, MappedFile, SymbolError},
+    symbol::{self, FileId, Function, MappedFile, Name, SymbolError},
 };
+use crate::host::connectors::is_store;
 
 /// Most mapped files that are looked into in one process; serving processes map some 300 native modules.
 const MAX_FILES: usize = 1024;
@@ -33,6 +32,9 @@ pub enum ProbeSet {
     Http,
     /// The functions by which objects go into Mooncake's store and come out.
     Store,
+    /// The functions of the libssl that Python's `_ssl` calls, for connections that it encrypts; beside
+    /// [`ProbeSet::Http`], which watches the process.
+    Tls,
 }
 
 /// Where in a function its probe goes.
@@ -42,6 +44,8 @@ enum At {
     Entry(u8),
     /// Behind its system calls.
     Syscall,
+    /// Where so many arguments are still in their registers, by this program, and at each return.
+    Whole(u8, &'static str),
     /// Where result and three arguments of its system call can be had: behind the call, with both in their registers;
     /// else in front of it by this program, and behind it by [`program::HTTP_RETURN`].
     Io(&'static str),
@@ -90,8 +94,8 @@ const fn io(name: &'static str, program: &'static str, note: &'static str) -> Wa
     }
 }
 
-/// An attach is some 20 of these, as most make their system call in two places. `accept` is not among them: servers
-/// call `accept4`, and a connection that was not seen to come is known by its first request.
+/// Each probe costs a tenth of a second when it is taken off, so there are no more than needed. `accept` is not among
+/// them: servers call `accept4`, and a connection that was not seen to come is known by its first request.
 const HTTP: [Wanted; 9] = [
     io("read", program::HTTP_READ, program::HTTP_NOTE_READ),
     io("recv", program::HTTP_READ, program::HTTP_NOTE_READ),
@@ -140,9 +144,31 @@ const STORE: [Wanted; 2] = [
     },
 ];
 
+/// Python calls these alone, from 3.10 on.
+const TLS: [Wanted; 3] = [
+    Wanted {
+        name: "SSL_read_ex",
+        parameters: None,
+        program: program::HTTP_TLS_READ,
+        at: At::Whole(4, program::HTTP_NOTE_TLS_READ),
+    },
+    Wanted {
+        name: "SSL_write_ex",
+        parameters: None,
+        program: program::HTTP_TLS_WRITE,
+        at: At::Entry(3),
+    },
+    Wanted {
+        name: "SSL_free",
+        parameters: None,
+        program: program::HTTP_TLS_FREE,
+        at: At::Entry(1),
+    },
+];
+
 impl ProbeSet {
     /// All, in the order of [`ProbeSet::index`].
-    pub const ALL: [Self; 4] = [Self::Frames, Self::Shm, Self::Http, Self::Store];
+    pub const ALL: [Self; 5] = [Self::Frames, Self::Shm, Self::Http, Self::Store, Self::Tls];
 
     /// Label value.
     #[must_use]
@@ -152,6 +178,7 @@ impl ProbeSet {
             Self::Shm => "shm",
             Self::Http => "http",
             Self::Store => "store",
+            Self::Tls => "tls",
         }
     }
 
@@ -161,14 +188,14 @@ impl ProbeSet {
         self as usize
     }
 
-    /// What stands for the set in the table of watched processes.
+    /// What stands for the set in the table of watched processes; 0: another set's flag does.
     pub(super) const fn flag(self) -> u64 {
         match self {
             Self::Frames => watch::FRAMES,
             Self::Shm => watch::SHM,
             Self::Http => watch::HTTP,
-            // A process with these has those of shared memory too, whose flag counts.
-            Self::Store => 0,
+            // A process with these has those of shared memory or of HTTP too, whose flag counts.
+            Self::Store | Self::Tls => 0,
         }
     }
 
@@ -187,6 +214,7 @@ impl ProbeSet {
             }
             Self::Http => &HTTP,
             Self::Store => &STORE,
+            Self::Tls => &TLS,
         }
     }
 
@@ -197,6 +225,7 @@ impl ProbeSet {
             Self::Shm => &program::SHM,
             Self::Http => &program::HTTP,
             Self::Store => &program::STORE,
+            Self::Tls => &program::HTTP_TLS,
         }
     }
 
@@ -206,6 +235,10 @@ impl ProbeSet {
             Self::Frames => Some(Rank::of(path, executable)),
             Self::Shm | Self::Http => is_libc(path).then_some(Rank::Named),
             Self::Store => is_store(path).then_some(Rank::Named),
+            // Builds of Python that stand alone have it linked in.
+            Self::Tls if file_name(path).starts_with(b"libssl") => Some(Rank::Named),
+            Self::Tls if file_name(path).starts_with(b"libpython") => Some(Rank::Beside),
+            Self::Tls => (path == executable).then_some(Rank::Executable),
         }
     }
 }
@@ -429,6 +462,12 @@ impl Finder {
                     .map(|site| own(wanted.program, site))
                     .collect());
             }
+            At::Whole(arguments, entry) => {
+                let site = site::choose(self.arch, &function.code, arguments);
+                let returns = site::returns(self.arch, &function.code);
+                let returns = returns.into_iter().map(|site| own(wanted.program, site));
+                return Ok(returns.chain([own(entry, site)]).collect());
+            }
             At::Io(note) => note,
             At::Call(arguments) => {
                 let returns = if function.is_whole {
@@ -441,10 +480,13 @@ impl Finder {
                 }
                 let entry = site::choose(self.arch, &function.code, arguments);
                 let returns = returns.into_iter().map(|site| own(program::STORE_RETURN, site));
-                return Ok(std::iter::once(own(wanted.program, entry)).chain(returns).collect());
+                return Ok(std::iter::once(own(wanted.program, entry))
+                    .chain(returns)
+                    .collect());
             }
         };
-        let behind = behind();
+        // A server always has threads.
+        let behind = site::of_threads(self.arch, &function.code, behind());
         // On aarch64 the result takes the place of the descriptor.
         if !behind.is_empty() && self.arch == Arch::X86_64 {
             return Ok(behind.into_iter().map(|site| own(wanted.program, site)).collect());

@@ -45,7 +45,9 @@ fn one(kit: &Kit, connector: Connector, program: Option<&Path>, folder: &Path) -
     let said = |event: &str| {
         let text = fs::read_to_string(&log).unwrap_or_default();
         let wanted = format!("{{\"event\": \"{event}\"");
-        text.lines().find(|line| line.starts_with(&wanted)).map(str::to_owned)
+        text.lines()
+            .find(|line| line.starts_with(&wanted))
+            .map(str::to_owned)
     };
     stages.wait_until("being ready", START, EVERY, || said("ready").is_some())?;
     let mut watcher = match program {
@@ -97,11 +99,17 @@ fn compare(name: &str, connector: Connector, moved: &Moved, page: &Exposition) -
     let bytes = page.sum(size, &edge).unwrap_or_default();
     let equal = (bytes - moved.sent as f64).abs() < 0.5
         && (count(size) - hops).abs() < 0.5
-        && times.iter().zip(told).all(|(family, told)| (count(family) - told).abs() < 0.5);
+        && times
+            .iter()
+            .zip(told)
+            .all(|(family, told)| (count(family) - told).abs() < 0.5);
     let [tx, rx, in_flight] = times.each_ref().map(|family| {
         page.sum(family, &edge)
             .filter(|_| count(family) > 0.0)
-            .map_or_else(|| "-".to_owned(), |sum| format!("{:.3} ms", sum / count(family) * 1e3))
+            .map_or_else(
+                || "-".to_owned(),
+                |sum| format!("{:.3} ms", sum / count(family) * 1e3),
+            )
     });
     println!(
         "  {name}: {} hops of {} bytes, agent {} {} of {bytes}; means tx {tx}, rx {rx}, in flight {in_flight}",

@@ -280,7 +280,10 @@ impl Kit {
         let mut paths = vec![files().join("plugin")];
         if connector == Connector::MooncakeStore {
             // The connector of vLLM-Omni 0.30.0 sets a property that the newer client no longer has.
-            paths.insert(0, self.install_beside("mooncake-transfer-engine-non-cuda", "0.3.11")?);
+            paths.insert(
+                0,
+                self.install_beside("mooncake-transfer-engine-non-cuda", "0.3.11")?,
+            );
         }
         command
             .env("PYTHONPATH", std::env::join_paths(paths)?)
@@ -299,7 +302,15 @@ impl Kit {
             let unfinished = folder.with_extension("unfinished");
             setup::run(
                 Command::new(self.python())
-                    .args(["-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--target"])
+                    .args([
+                        "-m",
+                        "pip",
+                        "install",
+                        "-q",
+                        "--disable-pip-version-check",
+                        "--no-deps",
+                        "--target",
+                    ])
                     .arg(&unfinished)
                     .arg(format!("{package}=={version}")),
             )?;
