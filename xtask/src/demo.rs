@@ -59,15 +59,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     setup::run(setup::cargo().args(["build", "--package", "omnitap"]))?;
 
     eprintln!("xtask: starting the bundled pipeline (tests/pipeline) and the agent");
-    let scenario = std::fs::read_to_string(setup::root().join("tests/pipeline/scenarios/demo.json"))?;
-    let options = Options {
-        model: MODEL.to_owned(),
-        served: SERVED.to_owned(),
-        omni: true,
-        flags: Vec::new(),
-        truth: false,
-    };
-    let mut pipeline = Pipeline::start(options, &serde_json::from_str(&scenario)?)?;
+    let mut pipeline = pipeline()?;
     // Dropped at once: it only tells whether the port is free.
     let port = TcpListener::bind(("127.0.0.1", PORT))
         .or_else(|_| TcpListener::bind("127.0.0.1:0"))?
@@ -90,6 +82,19 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         "the agent has not seen a single request"
     );
     Ok(())
+}
+
+/// The bundled pipeline on the demo's endless scenario; `go` begins it.
+pub(crate) fn pipeline() -> Result<Pipeline> {
+    let scenario = std::fs::read_to_string(setup::root().join("tests/pipeline/scenarios/demo.json"))?;
+    let options = Options {
+        model: MODEL.to_owned(),
+        served: SERVED.to_owned(),
+        omni: true,
+        flags: Vec::new(),
+        truth: false,
+    };
+    Pipeline::start(options, &serde_json::from_str(&scenario)?)
 }
 
 /// Shows the table once a second until it is time to end; returns the number of finished requests.
