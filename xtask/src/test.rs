@@ -12,6 +12,7 @@ pub(crate) const PYTHON_PACKAGES: &[&str] = &[
     "msgspec==0.23.0",
     "setproctitle==1.3.8",
     "prometheus-client==0.26.0",
+    "websockets==15.0.1",
 ];
 
 /// Options of `cargo xtask test`.

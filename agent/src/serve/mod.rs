@@ -1,4 +1,4 @@
-//! HTTP: /metrics, /healthz, /readyz and the landing page.
+//! HTTP: /metrics, /healthz, /readyz and the status page.
 //!
 //! A scrape renders what is there and waits for no source. Rendering and compression run on blocking threads, two at a
 //! time: the agent runs beside production, and a scrape takes about a millisecond.
@@ -28,7 +28,7 @@ use hyper::{
     Method, Request, Response, StatusCode,
     body::{Body as _, Bytes, Incoming},
     header::{
-        ACCEPT, ACCEPT_ENCODING, ALLOW, CONTENT_ENCODING, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderValue,
+        ACCEPT, ACCEPT_ENCODING, ALLOW, CACHE_CONTROL, CONTENT_ENCODING, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderValue,
         VARY, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS,
     },
     server::conn::http1,
@@ -402,7 +402,9 @@ type Answer = Response<Full<Bytes>>;
 impl Site {
     async fn answer(self: &Arc<Self>, request: &Request<Incoming>, place: &Place, door: Door) -> Answer {
         let path = match request.uri().path() {
-            known @ ("/metrics" | "/healthz" | "/readyz" | "/") => known,
+            known @ ("/metrics" | "/healthz" | "/readyz" | "/api/status" | "/" | "/page.css" | "/page.js") => {
+                known
+            }
             _ => "other",
         };
         // What asks for health has no password, as a rule, and gets no data.
@@ -419,7 +421,8 @@ impl Site {
             (Verdict::Pass, "/metrics") => self.metrics(request).await,
             (Verdict::Pass, "/healthz") => text(StatusCode::OK, "ok\n".to_owned()),
             (Verdict::Pass, "/readyz") => self.ready(),
-            (Verdict::Pass, _) => self.landing(),
+            (Verdict::Pass, "/api/status") => self.status(),
+            (Verdict::Pass, path) => page(path),
         };
         for (name, value) in &self.access.now().headers {
             answer.headers_mut().insert(name, value.clone());
@@ -500,17 +503,43 @@ impl Site {
         }
     }
 
-    fn landing(&self) -> Answer {
-        let mut answer = Response::new(Full::new(Bytes::from(page::landing(&self.content.status))));
+    /// What the page draws. A look at some hundred values; nothing is kept for it.
+    fn status(&self) -> Answer {
+        let Content {
+            exposition,
+            own,
+            status,
+        } = &self.content;
+        own.sample_process();
+        own.sample_series();
+        let body = page::json(&status.state(), exposition);
+        let mut answer = Response::new(Full::new(Bytes::from(body)));
         let headers = answer.headers_mut();
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8"));
-        headers.insert(
-            CONTENT_SECURITY_POLICY,
-            HeaderValue::from_static("default-src 'none'; style-src 'unsafe-inline'"),
-        );
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
         headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
         answer
     }
+}
+
+/// A file of the status page. It loads nothing from elsewhere, and its script builds no HTML from text.
+fn page(path: &str) -> Answer {
+    let Some((_, kind, content)) = page::FILES.iter().find(|(known, ..)| *known == path) else {
+        return text(StatusCode::NOT_FOUND, "not found\n".to_owned());
+    };
+    let mut answer = Response::new(Full::new(Bytes::from_static(content.as_bytes())));
+    let headers = answer.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    headers.insert(
+        CONTENT_SECURITY_POLICY,
+        HeaderValue::from_static(
+            "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; \
+             frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+        ),
+    );
+    headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    answer
 }
 
 /// Compresses at the fastest level: the text is repetitive, and higher levels gain little for much more time.
