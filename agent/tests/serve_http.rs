@@ -13,7 +13,7 @@ use std::{
 
 use omnitap::{
     config::ListenAddress,
-    host::identity::{Flavor, Pipeline, PipelineId, ProcessKey, Versions},
+    host::identity::{Change, Flavor, Pipeline, PipelineId, Process, ProcessKey, Role, Versions},
     metrics::registry::{Limits, Registry},
     serve::{Content, Server, Settings, Status, TapState},
 };
@@ -259,30 +259,60 @@ async fn ready_once_the_tap_is_up_and_the_host_was_scanned() {
     assert_eq!(ready().await.0, 200);
 }
 
+#[rstest]
+#[case::page("/", "text/html; charset=utf-8")]
+#[case::style("/page.css", "text/css; charset=utf-8")]
+#[case::script("/page.js", "text/javascript; charset=utf-8")]
 #[tokio::test]
-async fn the_landing_page_shows_pipelines_and_trusts_no_name() {
+async fn the_page_loads_nothing_from_elsewhere(#[case] path: &str, #[case] kind: &str) {
     let running = start(8).await;
-    running.status.set_pipelines(vec![Pipeline {
+    let answer = get(running.address, path, "").await;
+    assert_eq!((answer.status, answer.header("content-type")), (200, Some(kind)));
+    let policy = answer.header("content-security-policy").unwrap();
+    assert!(
+        policy.starts_with("default-src 'none'") && !policy.contains("unsafe"),
+        "{policy}"
+    );
+    assert!(!answer.text().contains("//cdn") && !answer.text().contains("innerHTML"));
+}
+
+#[tokio::test]
+async fn the_status_has_pipelines_processes_and_figures() {
+    let running = start(8).await;
+    let root = ProcessKey {
+        pid: 4711,
+        start_ticks: 1,
+    };
+    running.status.set_tap(TapState::Up);
+    running.status.change(&Change::Pipeline(Pipeline {
         id: PipelineId(3),
         flavor: Flavor::Omni,
-        model: Some("<script>alert(1)</script>".into()),
+        model: Some("<script>\"m\"</script>".into()),
         served_model: None,
         versions: Versions::default(),
         max_model_len: None,
-        root: ProcessKey {
-            pid: 4711,
-            start_ticks: 1,
-        },
-    }]);
-    let answer = get(running.address, "/", "").await;
-    assert_eq!(answer.header("content-type"), Some("text/html; charset=utf-8"));
-    let html = answer.text();
-    assert!(html.contains("Pipelines found: 1"), "{html}");
-    assert!(html.contains("href=\"/metrics\"") && html.contains("4711") && html.contains("unknown"));
-    assert!(
-        html.contains("&lt;script&gt;") && !html.contains("<script>"),
-        "{html}"
-    );
+        root,
+    }));
+    running.status.change(&Change::Process(Process {
+        key: root,
+        parent: 1,
+        role: Role::ApiServer,
+        pipeline: PipelineId(3),
+        container: None,
+    }));
+    running.status.probed(root, "frames", Err("denied".to_owned()));
+    let answer = get(running.address, "/api/status", "").await;
+    assert_eq!(answer.header("content-type"), Some("application/json"));
+    let found: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+    assert_eq!(found["not_ready"], "the first scan of the host is not done");
+    let pipeline = &found["pipelines"][0];
+    assert_eq!((&pipeline["id"], &pipeline["pid"]), (&3.into(), &4711.into()));
+    assert_eq!(pipeline["model"], "<script>\"m\"</script>");
+    assert_eq!(pipeline["processes"][0]["probes"]["frames"], "denied");
+    let warning = found["warnings"][0]["text"].as_str().unwrap();
+    assert!(warning.ends_with("has no probes for frames: denied"), "{warning}");
+    assert!(found["families"]["omnitap_series"][0]["value"].as_f64().unwrap() > 1.0);
+    assert_eq!(found["bounds"]["vllm_omni:audio_rtf"][0], 0.1);
 }
 
 /// Reads an answer of `/healthz` that leaves the connection open.

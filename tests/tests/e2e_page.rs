@@ -42,9 +42,11 @@ fn text(seen: &Value) -> String {
 }
 
 fn has_node(seen: &Value, name: &str) -> bool {
-    seen["nodes"]
-        .as_array()
-        .is_some_and(|nodes| nodes.iter().any(|node| node.as_str().is_some_and(|node| node.starts_with(name))))
+    seen["nodes"].as_array().is_some_and(|nodes| {
+        nodes
+            .iter()
+            .any(|node| node.as_str().is_some_and(|node| node.starts_with(name)))
+    })
 }
 
 #[test]
@@ -71,16 +73,30 @@ fn the_page_shows_what_runs() -> Result<()> {
     let model = options.model.clone();
     let mut pipeline = Pipeline::start(options, &scenario)?;
     pipeline.go()?;
-    let Some(seen) = look(&agent, "load", &["--seconds", "6", "--keys", "Tab,Tab,Tab,Tab,Tab,Tab,Tab"])? else {
+    let Some(seen) = look(
+        &agent,
+        "load",
+        &["--seconds", "6", "--keys", "Tab,Tab,Tab,Tab,Tab,Tab,Tab"],
+    )?
+    else {
         return Ok(());
     };
     let words = text(&seen);
     // As text, not as an element.
     assert!(words.contains(&model), "{words}");
-    assert!(words.contains("ready") && words.contains("The agent itself"), "{words}");
-    assert!(has_node(&seen, "stage 0, replica 0") && has_node(&seen, "stage 1, replica 0"), "{seen:#}");
+    assert!(
+        words.contains("ready") && words.contains("The agent itself"),
+        "{words}"
+    );
+    assert!(
+        has_node(&seen, "stage 0, replica 0") && has_node(&seen, "stage 1, replica 0"),
+        "{seen:#}"
+    );
     assert!(has_node(&seen, "API server"), "{seen:#}");
-    assert!(seen["focus"].as_str().is_some_and(|focus| !focus.is_empty()), "the keyboard leads nowhere");
+    assert!(
+        seen["focus"].as_str().is_some_and(|focus| !focus.is_empty()),
+        "the keyboard leads nowhere"
+    );
     pipeline.ended()?;
     pipeline.go()?;
     std::thread::sleep(Duration::from_secs(2));
@@ -88,7 +104,10 @@ fn the_page_shows_what_runs() -> Result<()> {
         return Ok(());
     };
     let words = text(&seen);
-    assert!(words.contains("has ended, and no other has taken its place"), "{words}");
+    assert!(
+        words.contains("has ended, and no other has taken its place"),
+        "{words}"
+    );
     assert!(words.contains("Look at the pipeline's own log."), "{words}");
     drop(pipeline);
     Ok(())
@@ -109,6 +128,9 @@ fn the_page_says_what_to_do_when_nothing_is_found() -> Result<()> {
     };
     let words = text(&seen);
     assert!(words.contains("No pipeline found on this host"), "{words}");
-    assert!(words.contains("omnitap check") && words.contains("hostPID: true"), "{words}");
+    assert!(
+        words.contains("omnitap check") && words.contains("hostPID: true"),
+        "{words}"
+    );
     Ok(())
 }

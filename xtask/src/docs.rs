@@ -18,7 +18,15 @@ use crate::setup;
 pub(crate) struct Args {}
 
 /// Folders of the repository: code that begins with one is taken for a file.
-const FOLDERS: &[&str] = &["agent/", "agent-ebpf/", "deploy/", "docs/", "tests/", "xtask/", ".ci/"];
+const FOLDERS: &[&str] = &[
+    "agent/",
+    "agent-ebpf/",
+    "deploy/",
+    "docs/",
+    "tests/",
+    "xtask/",
+    ".ci/",
+];
 /// First parts of settings.
 const SETTINGS: &[&str] = &["web", "log", "tap", "host", "pipeline", "metrics", "sources"];
 
@@ -95,9 +103,9 @@ impl Page {
                 }
                 Event::End(TagEnd::CodeBlock) => console = false,
                 Event::Text(text) if console => {
-                    let lines = text.lines().filter_map(|line| {
-                        line.strip_prefix("# ").or_else(|| line.strip_prefix("$ "))
-                    });
+                    let lines = text
+                        .lines()
+                        .filter_map(|line| line.strip_prefix("# ").or_else(|| line.strip_prefix("$ ")));
                     page.code
                         .extend(lines.map(|line| line.split("  #").next().unwrap_or(line).trim().to_owned()));
                 }
@@ -145,7 +153,11 @@ fn broken(link: &str, page: &Path, pages: &BTreeMap<PathBuf, Page>) -> Option<St
             Err(error) => return Some(error.to_string()),
         }
     };
-    let has_heading = || pages.get(&target).is_some_and(|page| page.headings.contains(heading));
+    let has_heading = || {
+        pages
+            .get(&target)
+            .is_some_and(|page| page.headings.contains(heading))
+    };
     (!heading.is_empty() && !has_heading()).then(|| format!("no heading `{heading}`"))
 }
 
@@ -179,7 +191,10 @@ impl Known {
 
     /// What is wrong with a piece of code; `None`: it is right, or nothing that can be told.
     fn wrong(&mut self, code: &str) -> Result<Option<String>> {
-        if ["vllm:", "vllm_omni:", "omnitap_"].iter().any(|prefix| code.starts_with(prefix)) {
+        if ["vllm:", "vllm_omni:", "omnitap_"]
+            .iter()
+            .any(|prefix| code.starts_with(prefix))
+        {
             return Ok(self.family(code));
         }
         let mut words = code
@@ -214,7 +229,9 @@ impl Known {
         let name = code.split(['=', ':', ' ']).next()?.trim_start_matches("--");
         let (first, rest) = name.split_once('.')?;
         let looks = SETTINGS.contains(&first)
-            && rest.chars().all(|c| c.is_ascii_lowercase() || c == '-' || c == '.')
+            && rest
+                .chars()
+                .all(|c| c.is_ascii_lowercase() || c == '-' || c == '.')
             && !["yml", "yaml", "rs", "md"].iter().any(|end| rest.ends_with(end));
         (looks && !self.settings.contains(name)).then(|| "no such setting".to_owned())
     }
@@ -277,7 +294,10 @@ mod tests {
 
     #[rstest]
     #[case("TLS and passwords", "tls-and-passwords")]
-    #[case("The agent does not start: `cannot listen on`", "the-agent-does-not-start-cannot-listen-on")]
+    #[case(
+        "The agent does not start: `cannot listen on`",
+        "the-agent-does-not-start-cannot-listen-on"
+    )]
     #[case("401, 429 or a TLS error", "401-429-or-a-tls-error")]
     fn anchors_are_those_of_github(#[case] heading: &str, #[case] wanted: &str) {
         assert_eq!(anchor(&heading.replace('`', "")), wanted);

@@ -106,7 +106,10 @@ pub(crate) fn debian_files(package: &str) -> Result<PathBuf> {
     if dir.exists() {
         return Ok(dir);
     }
-    eprintln!("xtask: unpacking the Debian package {package} into {}", dir.display());
+    eprintln!(
+        "xtask: unpacking the Debian package {package} into {}",
+        dir.display()
+    );
     let download = dir.with_extension("download");
     std::fs::create_dir_all(&download)?;
     run(Command::new("apt-get")

@@ -28,8 +28,8 @@ use hyper::{
     Method, Request, Response, StatusCode,
     body::{Body as _, Bytes, Incoming},
     header::{
-        ACCEPT, ACCEPT_ENCODING, ALLOW, CACHE_CONTROL, CONTENT_ENCODING, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderValue,
-        VARY, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS,
+        ACCEPT, ACCEPT_ENCODING, ALLOW, CACHE_CONTROL, CONTENT_ENCODING, CONTENT_SECURITY_POLICY,
+        CONTENT_TYPE, HeaderValue, VARY, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS,
     },
     server::conn::http1,
     service::service_fn,
@@ -402,9 +402,8 @@ type Answer = Response<Full<Bytes>>;
 impl Site {
     async fn answer(self: &Arc<Self>, request: &Request<Incoming>, place: &Place, door: Door) -> Answer {
         let path = match request.uri().path() {
-            known @ ("/metrics" | "/healthz" | "/readyz" | "/api/status" | "/" | "/page.css" | "/page.js") => {
-                known
-            }
+            known
+            @ ("/metrics" | "/healthz" | "/readyz" | "/api/status" | "/" | "/page.css" | "/page.js") => known,
             _ => "other",
         };
         // What asks for health has no password, as a rule, and gets no data.

@@ -20,8 +20,16 @@ use crate::{
 /// A file of the page: path, type, content.
 pub(super) const FILES: [(&str, &str, &str); 3] = [
     ("/", "text/html; charset=utf-8", include_str!("page/index.html")),
-    ("/page.css", "text/css; charset=utf-8", include_str!("page/page.css")),
-    ("/page.js", "text/javascript; charset=utf-8", include_str!("page/page.js")),
+    (
+        "/page.css",
+        "text/css; charset=utf-8",
+        include_str!("page/page.css"),
+    ),
+    (
+        "/page.js",
+        "text/javascript; charset=utf-8",
+        include_str!("page/page.js"),
+    ),
 ];
 
 /// What the page draws.
@@ -153,7 +161,11 @@ pub(super) fn json(state: &State, exposition: &Exposition) -> Vec<u8> {
         families: FAMILIES
             .iter()
             .map(|family| {
-                let samples = exposition.peek(*family).into_iter().map(SampleView::from).collect();
+                let samples = exposition
+                    .peek(*family)
+                    .into_iter()
+                    .map(SampleView::from)
+                    .collect();
                 (family.row().name, samples)
             })
             .collect(),
@@ -196,7 +208,11 @@ fn process(member: &Member) -> ProcessView<'_> {
         stage,
         replica,
         ended: member.ended,
-        container: member.process.container.as_ref().map(|container| container.id.as_str()),
+        container: member
+            .process
+            .container
+            .as_ref()
+            .map(|container| container.id.as_str()),
         probes: member
             .probes
             .iter()
@@ -235,9 +251,9 @@ impl Counts {
         };
         let sum = |family: Family, label: &str, value: &str| {
             let samples = exposition.peek(family);
-            let matching = samples
-                .iter()
-                .filter(|sample| label.is_empty() || sample.labels.get(label).is_some_and(|have| have == value));
+            let matching = samples.iter().filter(|sample| {
+                label.is_empty() || sample.labels.get(label).is_some_and(|have| have == value)
+            });
             matching.map(number).sum()
         };
         Self {
@@ -252,7 +268,12 @@ impl Counts {
             strange: exposition
                 .peek(Family::OmnitapPipelineInfo)
                 .iter()
-                .filter(|sample| sample.labels.get("layout").is_some_and(|layout| layout == "unknown"))
+                .filter(|sample| {
+                    sample
+                        .labels
+                        .get("layout")
+                        .is_some_and(|layout| layout == "unknown")
+                })
                 .filter_map(|sample| sample.labels.get("pipeline").cloned())
                 .collect(),
         }
@@ -315,7 +336,10 @@ fn warnings(state: &State, counts: &Counts) -> Vec<Warning> {
         if *ended {
             if process.role.is_tapped() {
                 warn(
-                    format!("{who} of {name} (process {}) has ended, and no other has taken its place.", process.key.pid),
+                    format!(
+                        "{who} of {name} (process {}) has ended, and no other has taken its place.",
+                        process.key.pid
+                    ),
                     "Look at the pipeline's own log.",
                 );
             }
@@ -324,7 +348,10 @@ fn warnings(state: &State, counts: &Counts) -> Vec<Warning> {
         for (set, outcome) in probes {
             if let Err(reason) = outcome {
                 warn(
-                    format!("{who} of {name} (process {}) has no probes for {set}: {reason}", process.key.pid),
+                    format!(
+                        "{who} of {name} (process {}) has no probes for {set}: {reason}",
+                        process.key.pid
+                    ),
                     "`omnitap check` on this host says what is missing.",
                 );
             }
@@ -332,7 +359,9 @@ fn warnings(state: &State, counts: &Counts) -> Vec<Warning> {
     }
     for (kind, count) in &counts.lost {
         warn(
-            format!("{count} events were lost since the start ({kind}): counts are too low by what they told."),
+            format!(
+                "{count} events were lost since the start ({kind}): counts are too low by what they told."
+            ),
             if kind.ends_with("ring_full") {
                 "Raise tap.ring-buffer."
             } else {
@@ -422,7 +451,10 @@ mod tests {
     #[case::strange(Counts { strange: ["1".to_owned()].into(), ..Counts::default() }, "Frames of m have a layout")]
     fn what_is_counted(#[case] counts: Counts, #[case] wanted: &str) {
         let told = told(&with_pipeline(), &counts);
-        assert!(matches!(told.as_slice(), [only] if only.starts_with(wanted)), "{told:?}");
+        assert!(
+            matches!(told.as_slice(), [only] if only.starts_with(wanted)),
+            "{told:?}"
+        );
     }
 
     #[test]
@@ -431,7 +463,9 @@ mod tests {
         status.change(&stage(12, 1));
         status.change(&Change::ProcessGone(key(12)));
         let ended = told(&status, &Counts::default());
-        assert!(matches!(ended.as_slice(), [only] if only.starts_with("Stage 1, replica 0 of m (process 12) has ended")));
+        assert!(
+            matches!(ended.as_slice(), [only] if only.starts_with("Stage 1, replica 0 of m (process 12) has ended"))
+        );
         status.change(&stage(13, 1));
         assert_eq!(told(&status, &Counts::default()), Vec::<String>::new());
         assert_eq!(status.state().processes.len(), 2);

@@ -126,10 +126,15 @@ impl State {
         member.ended = true;
         let (pipeline, role) = (member.process.pipeline, member.process.role);
         let of_pipeline = |member: &Member| member.process.pipeline == pipeline;
-        let replaced = self.processes.values().any(|other| {
-            !other.ended && of_pipeline(other) && other.process.role == role
-        });
-        let ended = self.processes.values().filter(|m| m.ended && of_pipeline(m)).count();
+        let replaced = self
+            .processes
+            .values()
+            .any(|other| !other.ended && of_pipeline(other) && other.process.role == role);
+        let ended = self
+            .processes
+            .values()
+            .filter(|m| m.ended && of_pipeline(m))
+            .count();
         if replaced || ended > MAX_ENDED {
             self.processes.remove(&key);
         }

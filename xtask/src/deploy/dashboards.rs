@@ -71,7 +71,11 @@ pub(super) fn run(names: &Names) -> Result<Vec<Panel>> {
         }
     }
     ensure!(uids.len() == files.len() && !files.is_empty(), "a uid twice");
-    println!("dashboards: {} panels in {} dashboards ask for what is served", panels.len(), files.len());
+    println!(
+        "dashboards: {} panels in {} dashboards ask for what is served",
+        panels.len(),
+        files.len()
+    );
     Ok(panels)
 }
 
@@ -87,7 +91,10 @@ fn plain(query: &str) -> String {
         .enumerate()
         .map(|(at, part)| match at {
             0 => part.to_owned(),
-            _ => format!(".*{}", part.trim_start_matches(|c: char| c.is_ascii_alphanumeric() || c == '_')),
+            _ => format!(
+                ".*{}",
+                part.trim_start_matches(|c: char| c.is_ascii_alphanumeric() || c == '_')
+            ),
         })
         .collect()
 }

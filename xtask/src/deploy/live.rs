@@ -47,7 +47,10 @@ pub(super) fn run(names: &Names, panels: &[Panel]) -> Result<()> {
         let mut any = false;
         let mut families = BTreeSet::new();
         for query in &panel.queries {
-            any |= !prometheus.ask(query).with_context(|| panel.name.clone())?.is_empty();
+            any |= !prometheus
+                .ask(query)
+                .with_context(|| panel.name.clone())?
+                .is_empty();
             families.append(&mut names.families(query)?);
         }
         if any {
@@ -68,7 +71,11 @@ pub(super) fn run(names: &Names, panels: &[Panel]) -> Result<()> {
         println!("  {panel}");
     }
     // The bundled pipeline has LLM stages, audio and transfers: most panels.
-    ensure!(with >= panels.len() / 2, "only {with} of {} panels have data", panels.len());
+    ensure!(
+        with >= panels.len() / 2,
+        "only {with} of {} panels have data",
+        panels.len()
+    );
     pipeline.stop()
 }
 
@@ -109,7 +116,10 @@ impl Prometheus {
         let url = format!("http://127.0.0.1:{port}");
         let child = Command::new(binary)
             .arg(format!("--config.file={}", config.display()))
-            .arg(format!("--storage.tsdb.path={}", dir.path().join("data").display()))
+            .arg(format!(
+                "--storage.tsdb.path={}",
+                dir.path().join("data").display()
+            ))
             .arg(format!("--web.listen-address=127.0.0.1:{port}"))
             .stdout(Stdio::null())
             .stderr(Stdio::null())

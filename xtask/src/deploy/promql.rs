@@ -57,7 +57,11 @@ impl Names {
     }
 
     fn insert(&mut self, name: &str, labels: &[&str]) {
-        let labels = labels.iter().chain(TARGET).map(|&label| label.to_owned()).collect();
+        let labels = labels
+            .iter()
+            .chain(TARGET)
+            .map(|&label| label.to_owned())
+            .collect();
         self.labels.insert(name.to_owned(), labels);
     }
 
@@ -77,7 +81,11 @@ impl Names {
         let parsed = parser::parse(query).map_err(|error| anyhow!("{error}: {query}"))?;
         let mut names = BTreeSet::new();
         selected(&parsed, &mut names);
-        Ok(names.iter().filter_map(|name| self.families.get(name)).cloned().collect())
+        Ok(names
+            .iter()
+            .filter_map(|name| self.families.get(name))
+            .cloned()
+            .collect())
     }
 
     fn labels_of(&self, expr: &Expr) -> Result<Labels> {
@@ -163,7 +171,11 @@ fn selected(expr: &Expr, names: &mut BTreeSet<String>) {
         Expr::Unary(unary) => selected(&unary.expr, names),
         Expr::Subquery(subquery) => selected(&subquery.expr, names),
         Expr::Aggregate(aggregate) => selected(&aggregate.expr, names),
-        Expr::Call(call) => call.args.args.iter().for_each(|argument| selected(argument, names)),
+        Expr::Call(call) => call
+            .args
+            .args
+            .iter()
+            .for_each(|argument| selected(argument, names)),
         Expr::Binary(binary) => {
             selected(&binary.lhs, names);
             selected(&binary.rhs, names);

@@ -80,7 +80,10 @@ pub(super) fn run(names: &mut Names) -> Result<()> {
         let labels = names.check(&rule.expr)?;
         if let Some(alert) = &rule.alert {
             alerts += 1;
-            ensure!(fired.contains(alert.as_str()), "no unit test in which {alert} fires");
+            ensure!(
+                fired.contains(alert.as_str()),
+                "no unit test in which {alert} fires"
+            );
             ensure!(
                 help.contains(&format!("### {alert}\n")),
                 "{SECTIONS} has no section on {alert}"
@@ -88,7 +91,10 @@ pub(super) fn run(names: &mut Names) -> Result<()> {
             ensure!(rule.labels.contains_key("severity"), "{alert} has no severity");
             for text in rule.annotations.values() {
                 for label in between(text, "$labels.", |c| c.is_alphanumeric() || c == '_') {
-                    ensure!(labels.contains(label), "{alert}: its result has no label `{label}`");
+                    ensure!(
+                        labels.contains(label),
+                        "{alert}: its result has no label `{label}`"
+                    );
                 }
             }
         }

@@ -111,8 +111,10 @@ function figure(key, title, value, format, help) {
   // A minute at least, then what there is.
   const room = Math.max(points.length, 60000 / EVERY);
   const at = (p, i) => `${i + room - points.length},${(27 - (25 * (p || 0)) / top).toFixed(1)}`;
-  const line = points.map(at).join(" ");
-  const area = `${room - points.length},28 ${line} ${room - 1},28`;
+  // What was not known is not drawn.
+  const first = points.findIndex((p) => p !== null);
+  const line = first < 0 ? "" : points.map(at).slice(first).join(" ");
+  const area = first < 0 ? "" : `${first + room - points.length},28 ${line} ${room - 1},28`;
   return element("div", { class: "figure", title: help },
     element("dt", {}, title),
     element("dd", {}, format(value)),
@@ -187,11 +189,13 @@ function node(pipeline, key, x, y, kind, title, all, share) {
 function edge(from, to, kind, title, text) {
   const [x1, y1, x2, y2] = [from.x + WIDE, from.y + HIGH / 2, to.x - 7, to.y + HIGH / 2];
   const bend = Math.abs(x2 - x1) / 2;
+  // Two lines of text on the side that the edge does not come from.
+  const beside = y2 < y1 ? [-23, -9] : y2 > y1 ? [17, 31] : [-9, 17];
   return element("g", { class: `edge ${kind}` },
     element("title", {}, title),
     element("path", { d: `M${x1},${y1} C${x1 + bend},${y1} ${x2 - bend},${y2} ${x2},${y2}` }),
     element("polygon", { class: "tip", points: `${x2},${y2 - 4} ${x2 + 7},${y2} ${x2},${y2 + 4}` }),
-    ...text.map((line, at) => element("text", { x: x2 - 4, y: y2 + (at ? 17 : -9), "text-anchor": "end" }, line)));
+    ...text.map((line, at) => element("text", { x: x2 - 4, y: y2 + beside[at], "text-anchor": "end" }, line)));
 }
 
 function state(process) {
@@ -315,7 +319,7 @@ function card(pipeline) {
       element("span", { class: "soft" }, `${pipeline.software}, process ${pipeline.pid}`)),
     element("dl", { class: "figures" }, ...figures),
     graph(pipeline, links),
-    links.length ? fold(k("transfers"), `Transfers (${links.length} edges)`, table("Transfers",
+    links.length ? fold(k("transfers"), `Transfers (${links.length} ${links.length === 1 ? "edge" : "edges"})`, table("Transfers",
       ["from", "to", number("all"), number("a second"), number("mean size"), number("sending"), number("in flight"), number("receiving")],
       links.map((l) => [l.from, l.to, whole(l.total), short(l.rate), bytes(l.size), seconds(l.tx), seconds(l.flight), seconds(l.rx)]))) : null,
     fold(k("processes"), `Processes and probes (${processes.length})`, table("Processes", ["role", "stage.replica", "process", { name: "probes on", class: "wide" }, "container"], processes)),
