@@ -57,6 +57,7 @@ const FAMILIES: &[Family] = &[
     Family::VllmRequestSuccessTotal,
     Family::OmnitapCpuSecondsTotal,
     Family::OmnitapEventsReceivedTotal,
+    Family::OmnitapGpuStageMemoryUsedBytes,
     Family::OmnitapProbedProcesses,
     Family::OmnitapResidentMemoryBytes,
     Family::OmnitapSeries,

@@ -235,10 +235,12 @@ function graph(pipeline, links) {
       const waiting = sum(last(), "vllm:num_requests_waiting", labels);
       const tokens = rate("vllm:generation_tokens_total", labels);
       const kv = sum(last(), "vllm:kv_cache_usage_perc", labels);
+      const memory = sum(last(), "omnitap_gpu_stage_memory_used_bytes", { model_name: pipeline.model, stage: labels.stage, replica: labels.replica });
+      const gpu = memory === null ? "" : `${bytes(memory)} of GPU memory`;
       const kind = member.role === "stage" ? "stage" : "diffusion";
       const lines = member.ended ? [`process ${member.pid} has ended`] : [
         running === null ? `process ${member.pid}` : `${whole(running)} running, ${whole(waiting)} waiting`,
-        state(member) === "unprobed" ? "no probes" : tokens === null ? "" : `${short(tokens)} tokens/s`,
+        state(member) === "unprobed" ? "no probes" : tokens === null ? gpu : `${short(tokens)} tokens/s${memory === null ? "" : `, ${bytes(memory)}`}`,
       ];
       const title = member.stage === null ? `${kind}, number unknown` : `${kind} ${stage}, replica ${member.replica ?? "?"}`;
       nodes.push(node(pipeline, `${pipeline.id}/${member.pid}`, x, y, state(member), title, lines,
