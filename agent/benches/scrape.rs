@@ -12,7 +12,7 @@ use std::{
 
 use omnitap::{
     config::ListenAddress,
-    serve::{Content, Server, Status},
+    serve::{Content, Server, Settings, Status},
 };
 use serde_json::json;
 
@@ -113,11 +113,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         own: registry.own(),
         status: Status::default(),
     };
-    let address = ListenAddress {
+    let address = ListenAddress::Tcp {
         host: Some("127.0.0.1".into()),
         port: 0,
     };
-    let server = runtime.block_on(Server::bind(&[address], 64, content))?;
+    let settings = Settings {
+        listen: vec![address],
+        max_connections: 64,
+        web_config: None,
+    };
+    let server = runtime.block_on(Server::bind(&settings, content))?;
     let addresses = server.addresses();
     runtime.spawn(server.run(std::future::pending(), Duration::ZERO));
     for address in addresses {

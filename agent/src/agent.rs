@@ -767,14 +767,10 @@ impl Discovery {
                     .iter()
                     .filter(|(key, (role, of))| of == id && self.belongs(ProbeSet::Shm, **key, *role, *of));
                 attach.extend(members.map(|(key, _)| Attach::On(*key, ProbeSet::Shm)));
-                self.status
-                    .set_pipelines(self.pipelines.values().cloned().collect());
             }
             Change::PipelineGone(id) => {
                 info!(pipeline = id.0, "pipeline has ended");
                 self.pipelines.remove(id);
-                self.status
-                    .set_pipelines(self.pipelines.values().cloned().collect());
             }
             Change::Payloads { .. } => {}
         }
@@ -783,6 +779,7 @@ impl Discovery {
             Change::ProcessGone(key) => (None, Some(key.pid)),
             _ => (None, None),
         };
+        self.status.change(&change);
         // The change goes first: the reader looks for it when a frame comes from a process it does not know.
         drop(self.changes.send(change));
         if let Some(pid) = found {
@@ -995,6 +992,7 @@ impl Attacher {
                         );
                     }
                 }
+                self.status.probed(key, set.name(), Ok(()));
                 self.attached.insert((key, set), attached);
                 self.member(key, |member| mark(&mut member.on, set, true));
             }
@@ -1004,12 +1002,14 @@ impl Attacher {
                 let pause = RETRY.get(attempts).or(RETRY.last()).copied().unwrap_or_default();
                 // A process that starts maps its libraries late: only a longer wait is worth a line.
                 if attempts >= RETRY.len() / 2 {
+                    self.status.probed(key, set.name(), Err(source.to_string()));
                     warn_limited!((key.pid, set), pid = key.pid, probes = set.name(), error = %source, "no probe yet, trying again");
                 }
                 self.retries
                     .insert((Instant::now() + pause, key, set), attempts + 1);
             }
             Err(source) => {
+                self.status.probed(key, set.name(), Err(source.to_string()));
                 warn!(pid = key.pid, probes = set.name(), error = %source, "no probe on this process");
             }
         }

@@ -175,10 +175,15 @@ macro_rules! limits {
 }
 
 settings! {
-    /// Address to serve HTTP on: `host:port`, `:port` for all addresses, `[::1]:port`. Repeat the flag for several;
-    /// in the environment separate them by commas.
+    /// Address to serve HTTP on: `host:port`, `:port` for all addresses, `[::1]:port`, or `unix:/path/of/socket`, which
+    /// only the agent's user and group may open. Repeat the flag for several; in the environment separate them by
+    /// commas.
     listen: Vec<ListenAddress> = "web.listen-address", ["127.0.0.1:9477"];
-    /// Most HTTP connections at a time; further ones are closed at once.
+    /// File with TLS certificates, users with their passwords' hashes and response headers, in the format that
+    /// Prometheus and its exporters share (exporter-toolkit's web configuration). It is read anew when it changes, and
+    /// does not concern Unix sockets.
+    web_config: Option<PathBuf> = "web.config.file", [];
+    /// Most HTTP connections at a time. For a further one that which has waited longest for its client is closed.
     max_connections: u32 = "web.max-connections", ["64"], "1"..="10000";
     /// Least severe level that is logged: error, warn, info, debug or trace.
     log_level: LogLevel = "log.level", ["info"];

@@ -22,7 +22,7 @@ use omnitap::{
     observer::Observer,
     pipeline::tracker::Limits as TrackerLimits,
     record::{Entries, Entry, Writer},
-    serve::{Content, Server, Status},
+    serve::{Content, Server, Settings as WebSettings, Status},
     statsock::Settings as StatSettings,
     tap::Settings as TapSettings,
 };
@@ -129,6 +129,14 @@ fn gpu_settings(config: &Config) -> Option<GpuSettings> {
     })
 }
 
+fn web_settings(config: &Config) -> WebSettings {
+    WebSettings {
+        listen: config.listen.clone(),
+        max_connections: config.max_connections,
+        web_config: config.web_config.clone(),
+    }
+}
+
 fn observer(config: &Config) -> Observer {
     let limits = Limits {
         max_series: usize::try_from(config.max_series).unwrap_or(usize::MAX),
@@ -193,7 +201,7 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
             own: observer.own(),
             status: status.clone(),
         };
-        let server = Server::bind(&config.listen, config.max_connections, content).await?;
+        let server = Server::bind(&web_settings(config), content).await?;
         let (recorder, finish) = match recording {
             Some((file, with_content)) => recorder(file, with_content)?,
             None => (None, None),
@@ -220,8 +228,8 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
         if let Some(reads) = agent.engine_reads() {
             tokio::spawn(reads);
         }
-        for address in server.addresses() {
-            info!("serving http://{address}/metrics");
+        for place in server.places() {
+            info!("serving {place}");
         }
         let mut failed = false;
         let watch = async {

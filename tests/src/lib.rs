@@ -86,7 +86,7 @@ fn missing_for_tap() -> Result<Option<String>> {
 }
 
 /// Says that the running test is skipped. Written past libtest's capture, so that it is seen.
-pub(crate) fn skip(reason: &str) -> Result<()> {
+pub fn skip(reason: &str) -> Result<()> {
     let thread = std::thread::current();
     let line = format!("SKIPPED {}: {reason}\n", thread.name().unwrap_or("test"));
     std::io::stderr().write_all(line.as_bytes())?;

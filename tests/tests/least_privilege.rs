@@ -19,6 +19,9 @@ use serde_json::{Value, json};
 /// A user without rights.
 const NOBODY: &str = "65534";
 
+/// Its folder is made for the agent's user by systemd, or mounted.
+const NO_SOCKET: &str = "--stat-socket.path=off";
+
 /// The capabilities of the chart, without `CAP_`.
 fn of_chart() -> Result<Vec<String>> {
     let text = fs::read_to_string(omnitap_tests::root().join("deploy/kubernetes/chart/values.yaml"))?;
@@ -82,7 +85,7 @@ fn check(binary: &Path, wrapper: &[String]) -> Result<Value> {
     let output = Command::new(program)
         .args(arguments)
         .arg(binary)
-        .args(["check", "--json"])
+        .args(["check", "--json", NO_SOCKET])
         .output()?;
     serde_json::from_slice(&output.stdout)
         .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())
@@ -113,7 +116,7 @@ fn a_user_with_the_listed_rights_alone_observes_another_users_pipeline() -> Resu
         let model = options.model.clone();
         let mut pipeline = Pipeline::start(options, &scenario)?;
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-        let agent = Agent::start_under(&wrapper, &binary, port, "run", &[])?;
+        let agent = Agent::start_under(&wrapper, &binary, port, "run", &[NO_SOCKET])?;
         let status = fs::read_to_string(format!("/proc/{}/status", agent.pid()))?;
         ensure!(
             status.contains(&format!("Uid:\t{NOBODY}")),

@@ -61,7 +61,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     setup::run(setup::cargo().args(["build", "--package", "omnitap"]))?;
 
     eprintln!("xtask: starting the bundled pipelines (tests/pipeline) and the agent");
-    let mut speech = start("demo", MODEL, SERVED)?;
+    let mut speech = pipeline()?;
     let mut pictures = start("pictures", PICTURES, "pictures")?;
     // Dropped at once: it only tells whether the port is free.
     let port = TcpListener::bind(("127.0.0.1", PORT))
@@ -86,6 +86,11 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         "the agent has not seen a single request"
     );
     Ok(())
+}
+
+/// The bundled speech pipeline on the demo's endless scenario; `go` begins it.
+pub(crate) fn pipeline() -> Result<Pipeline> {
+    start("demo", MODEL, SERVED)
 }
 
 /// Starts a pipeline on one of the scenarios.

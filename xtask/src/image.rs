@@ -1,7 +1,7 @@
 //! `cargo xtask image`: the steps of deploy/container/Dockerfile in bare Debian roots, without a container engine.
 //!
 //! The first root has a C compiler and this machine's Rust toolchain, and builds the agent there. The second has what
-//! the final image has, glibc and libgcc_s: no shell, nothing else, mounted read-only. The agent runs in it beside the
+//! the final image has, glibc and `libgcc_s`: no shell, nothing else, mounted read-only. The agent runs in it beside the
 //! host's /proc and /sys, as in a pod with the host's PID namespace.
 
 use std::{

@@ -3,6 +3,7 @@
 mod bench;
 mod demo;
 mod deploy;
+mod docs;
 mod ebpf;
 mod image;
 mod real;
@@ -34,6 +35,8 @@ enum Task {
     Bench(bench::Args),
     /// Prove what is under deploy/, each with the tool that will read it
     Deploy(deploy::Args),
+    /// Check that what the documentation names is there
+    Docs(docs::Args),
     /// Prove the steps of the container image in bare Debian roots, and run the agent in one
     Image(image::Args),
     /// Run the tap inside Debian kernels under QEMU
@@ -48,6 +51,7 @@ fn main() -> Result<()> {
         Task::Real(args) => real::run(&args),
         Task::Bench(args) => bench::run(&args),
         Task::Deploy(args) => deploy::run(&args),
+        Task::Docs(args) => docs::run(&args),
         Task::Image(args) => image::run(&args),
         Task::Vm(args) => vm::run(&args),
     }

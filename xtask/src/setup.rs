@@ -100,6 +100,35 @@ pub(crate) fn debian(wanted: &[(&str, &str)]) -> Result<()> {
     apt(&args)
 }
 
+/// Unpacks a Debian package under `target/` without installing it, so that no service of it starts; returns the folder.
+pub(crate) fn debian_files(package: &str) -> Result<PathBuf> {
+    let dir = target_dir().join("tools/debian").join(package);
+    if dir.exists() {
+        return Ok(dir);
+    }
+    eprintln!(
+        "xtask: unpacking the Debian package {package} into {}",
+        dir.display()
+    );
+    let download = dir.with_extension("download");
+    std::fs::create_dir_all(&download)?;
+    run(Command::new("apt-get")
+        .args(["-q", "-q", "-o", "APT::Sandbox::User=root", "download", package])
+        .current_dir(&download))
+    .context("`apt-get update` may be needed first")?;
+    let unpacked = dir.with_extension("unpacked");
+    for entry in std::fs::read_dir(&download)? {
+        run(Command::new("dpkg-deb")
+            .arg("--extract")
+            .arg(entry?.path())
+            .arg(&unpacked))?;
+    }
+    std::fs::remove_dir_all(&download)?;
+    // At once: a folder that is there is whole.
+    std::fs::rename(&unpacked, &dir)?;
+    Ok(dir)
+}
+
 /// A venv under `target/` with these packages from PyPI; returns its `python`.
 pub(crate) fn venv(name: &str, packages: &[&str]) -> Result<PathBuf> {
     let dir = target_dir().join(name);

@@ -16,6 +16,7 @@ pub(crate) const PYTHON_PACKAGES: &[&str] = &[
     "uvloop==0.23.0",
     "httptools==0.9.0",
     "h11==0.16.0",
+    "websockets==15.0.1",
 ];
 
 /// Options of `cargo xtask test`.

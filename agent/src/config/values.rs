@@ -148,22 +148,55 @@ impl Single for Size {
     const NAME: &'static str = "SIZE";
 }
 
+/// A file, or none.
+impl Value for Option<PathBuf> {
+    const NAME: &'static str = "FILE";
+
+    fn parse(texts: &[String]) -> Result<Self, String> {
+        match texts {
+            [] => Ok(None),
+            [text] => Ok(Some(PathBuf::from(text)).filter(|path| !path.as_os_str().is_empty())),
+            _ => Err(format!("takes one value, not {}", texts.len())),
+        }
+    }
+
+    fn show(&self) -> Vec<String> {
+        vec![
+            self.as_deref()
+                .map_or_else(String::new, |path| path.display().to_string()),
+        ]
+    }
+}
+
 /// Where HTTP is served.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ListenAddress {
-    /// IP address or host name; `None`: all addresses, IPv6 and IPv4.
-    pub host: Option<String>,
-    /// TCP port; 0: any free one.
-    pub port: u16,
+pub enum ListenAddress {
+    /// By TCP.
+    Tcp {
+        /// IP address or host name; `None`: all addresses, IPv6 and IPv4.
+        host: Option<String>,
+        /// TCP port; 0: any free one.
+        port: u16,
+    },
+    /// By a Unix socket with this path.
+    Unix(PathBuf),
 }
 
 impl FromStr for ListenAddress {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let (host, port) = text
-            .rsplit_once(':')
-            .ok_or("not an address (such as 127.0.0.1:9477, :9477 or [::1]:9477)")?;
+        if let Some(path) = text.strip_prefix("unix:") {
+            let path = PathBuf::from(path);
+            // `sun_path` has 108 bytes, and ends with a zero.
+            return match path.as_os_str().len() {
+                1..108 if path.is_absolute() => Ok(Self::Unix(path)),
+                _ => Err("not an absolute path of less than 108 bytes after `unix:`"),
+            };
+        }
+        let (host, port) = text.rsplit_once(':').ok_or(
+            "not an address (such as 127.0.0.1:9477, :9477, [::1]:9477 or unix:/run/omnitap/http.sock)",
+        )?;
         let port = port
             .parse()
             .map_err(|_| "the port is not a number from 0 to 65535")?;
@@ -179,16 +212,21 @@ impl FromStr for ListenAddress {
             None if host.contains(|c: char| c.is_whitespace() || c == '/') => return Err("not a host name"),
             None => Some(host.to_owned()).filter(|h| !h.is_empty()),
         };
-        Ok(Self { host, port })
+        Ok(Self::Tcp { host, port })
     }
 }
 
 impl fmt::Display for ListenAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let host = self.host.as_deref().unwrap_or("");
-        match host.parse() {
-            Ok(IpAddr::V6(address)) => write!(f, "[{address}]:{}", self.port),
-            _ => write!(f, "{host}:{}", self.port),
+        match self {
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Tcp { host, port } => {
+                let host = host.as_deref().unwrap_or("");
+                match host.parse() {
+                    Ok(IpAddr::V6(address)) => write!(f, "[{address}]:{port}"),
+                    _ => write!(f, "{host}:{port}"),
+                }
+            }
         }
     }
 }

@@ -761,7 +761,7 @@ families! {
         "Share of the time in which a kernel ran on a GPU, 0 to 1, over the driver's last period.";
     OmnitapHttpConnectionsRefusedTotal "omnitap_http_connections_refused_total"
         Counter, &[], Own, Nothing,
-        "HTTP connections that were closed at once because too many were open.";
+        "HTTP connections that were closed because too many were open: the one that had waited longest for its client, or the new one where all were being answered.";
     OmnitapHttpRequestsTotal "omnitap_http_requests_total"
         Counter, &["path", "code"], Own, Nothing,
         "HTTP requests that the agent answered; path is one of its own or other.";

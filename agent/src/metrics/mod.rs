@@ -7,6 +7,7 @@ pub mod catalogue;
 pub mod merge;
 mod number;
 pub mod own;
+pub mod peek;
 pub mod registry;
 pub mod seen;
 mod store;

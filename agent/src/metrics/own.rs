@@ -126,7 +126,7 @@ impl Own {
     }
 
     /// The number of sample lines, as it stands.
-    pub(super) fn sample_series(&self) {
+    pub fn sample_series(&self) {
         let lines = u32::try_from(self.store.lines()).unwrap_or(u32::MAX);
         self.set(Family::OmnitapSeries, &[], f64::from(lines));
     }

@@ -44,6 +44,10 @@ impl Exposition {
         Self { store, own }
     }
 
+    pub(super) fn store(&self) -> &Store {
+        &self.store
+    }
+
     /// Appends the whole exposition. It waits for no source; the reader can write meanwhile.
     pub fn render(&self, out: &mut Vec<u8>, format: Format) {
         self.own.sample_series();

@@ -3,6 +3,7 @@
 use std::{
     io,
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll, ready},
     time::Duration,
 };
@@ -12,24 +13,15 @@ use tokio::{
     time::{Instant, Sleep, sleep},
 };
 
-/// Where an exchange stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
-    /// Between an answer and the next request: a scrape interval and more.
-    Idle,
-    /// From the connection, or the first byte of a further request, to the first byte of the answer.
-    Request,
-    /// From the first byte of an answer to its last. A client that takes byte after byte does not get more time.
-    Answer,
-}
+use super::connections::{Phase, Place};
 
-impl Phase {
-    fn limit(self) -> Duration {
-        match self {
-            Self::Idle => Duration::from_mins(3),
-            Self::Request => Duration::from_secs(5),
-            Self::Answer => Duration::from_secs(10),
-        }
+/// How long a phase may take.
+fn limit(phase: Phase) -> Duration {
+    match phase {
+        Phase::Idle => Duration::from_mins(3),
+        // Together: what works begins no time of its own.
+        Phase::Request | Phase::Working => Duration::from_secs(5),
+        Phase::Answer => Duration::from_secs(10),
     }
 }
 
@@ -37,24 +29,28 @@ impl Phase {
 #[derive(Debug)]
 pub(super) struct Deadline<S> {
     stream: S,
+    /// Is told of each phase that the bytes tell of.
+    place: Arc<Place>,
     phase: Phase,
     over: Pin<Box<Sleep>>,
 }
 
 impl<S> Deadline<S> {
-    pub(super) fn new(stream: S) -> Self {
+    pub(super) fn new(stream: S, place: Arc<Place>) -> Self {
         let phase = Phase::Request;
         Self {
             stream,
+            place,
             phase,
-            over: Box::pin(sleep(phase.limit())),
+            over: Box::pin(sleep(limit(phase))),
         }
     }
 
     fn enter(&mut self, phase: Phase) {
         if self.phase != phase {
             self.phase = phase;
-            self.over.as_mut().reset(Instant::now() + phase.limit());
+            self.place.enter(phase);
+            self.over.as_mut().reset(Instant::now() + limit(phase));
         }
     }
 
@@ -135,11 +131,16 @@ mod tests {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, duplex};
 
     use super::*;
+    use crate::serve::connections::Connections;
+
+    fn place() -> Arc<Place> {
+        Connections::new(1).admit().expect("a place").place
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_request_that_does_not_end_is_cut_off() {
         let (mut client, server) = duplex(64);
-        let mut server = Deadline::new(server);
+        let mut server = Deadline::new(server, place());
         let start = Instant::now();
         let slow = tokio::spawn(async move {
             // A byte a second is not enough.
@@ -150,14 +151,14 @@ mod tests {
         let mut taken = Vec::new();
         let error = server.read_to_end(&mut taken).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        assert_eq!(start.elapsed().as_secs(), Phase::Request.limit().as_secs());
+        assert_eq!(start.elapsed().as_secs(), limit(Phase::Request).as_secs());
         slow.abort();
     }
 
     #[tokio::test(start_paused = true)]
     async fn an_answer_that_is_not_taken_is_cut_off() {
         let (mut client, server) = duplex(64);
-        let mut server = Deadline::new(server);
+        let mut server = Deadline::new(server, place());
         let start = Instant::now();
         let slow = tokio::spawn(async move {
             let mut byte = [0];
@@ -167,14 +168,14 @@ mod tests {
         });
         let error = server.write_all(&[0; 1000]).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        assert_eq!(start.elapsed().as_secs(), Phase::Answer.limit().as_secs());
+        assert_eq!(start.elapsed().as_secs(), limit(Phase::Answer).as_secs());
         slow.abort();
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_connection_may_rest_between_scrapes() {
         let (mut client, server) = duplex(64);
-        let mut server = Deadline::new(server);
+        let mut server = Deadline::new(server, place());
         for _ in 0..3 {
             client.write_all(b"request").await.unwrap();
             let mut request = [0; 7];

@@ -1,17 +1,23 @@
-//! HTTP: /metrics, /healthz, /readyz and the landing page.
+//! HTTP: /metrics, /healthz, /readyz and the status page.
 //!
 //! A scrape renders what is there and waits for no source. Rendering and compression run on blocking threads, two at a
 //! time: the agent runs beside production, and a scrape takes about a millisecond.
 
+mod access;
+mod connections;
 mod deadline;
 mod negotiate;
 mod page;
 mod status;
+mod web_config;
 
 use std::{
     convert::Infallible,
+    fs,
     io::{self, Write as _},
     net::SocketAddr,
+    os::unix::fs::{FileTypeExt as _, PermissionsExt as _},
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -20,10 +26,10 @@ use flate2::{Compression, write::GzEncoder};
 use http_body_util::Full;
 use hyper::{
     Method, Request, Response, StatusCode,
-    body::{Bytes, Incoming},
+    body::{Body as _, Bytes, Incoming},
     header::{
-        ACCEPT, ACCEPT_ENCODING, ALLOW, CONTENT_ENCODING, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderValue,
-        VARY, X_CONTENT_TYPE_OPTIONS,
+        ACCEPT, ACCEPT_ENCODING, ALLOW, CACHE_CONTROL, CONTENT_ENCODING, CONTENT_SECURITY_POLICY,
+        CONTENT_TYPE, HeaderValue, VARY, WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS,
     },
     server::conn::http1,
     service::service_fn,
@@ -31,13 +37,24 @@ use hyper::{
 use hyper_util::rt::TokioIo;
 use parking_lot::Mutex;
 use tokio::{
-    net::{TcpListener, TcpStream},
+    io::{AsyncRead, AsyncWrite},
+    net::{TcpListener, UnixListener},
     sync::{Semaphore, watch},
     task::JoinSet,
+    time::timeout,
 };
+use tokio_rustls::TlsAcceptor;
 
-pub use self::status::{Status, TapState};
-use self::{deadline::Deadline, negotiate::Encoding};
+use self::{
+    access::{Access, Verdict},
+    connections::{Connections, Phase, Place},
+    deadline::Deadline,
+    negotiate::Encoding,
+};
+pub use self::{
+    status::{Status, TapState},
+    web_config::WebConfigError,
+};
 use crate::{
     config::ListenAddress,
     metrics::{
@@ -50,6 +67,9 @@ use crate::{
 
 /// Scrapes that render at the same time.
 const RENDERS: usize = 2;
+
+/// How long a TLS handshake may take.
+const HANDSHAKE: Duration = Duration::from_secs(5);
 
 /// Bytes of a request's head that are taken.
 const MAX_HEAD_BYTES: usize = 16 << 10;
@@ -65,6 +85,9 @@ pub enum ServeError {
         /// What the system says.
         source: io::Error,
     },
+    /// The web configuration file can't be taken.
+    #[error("web.config.file: {0}")]
+    WebConfig(#[from] WebConfigError),
 }
 
 fn hint(source: &io::Error) -> &'static str {
@@ -91,46 +114,80 @@ pub struct Content {
     pub status: Status,
 }
 
+/// Where and for whom it is served.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The addresses.
+    pub listen: Vec<ListenAddress>,
+    /// Most connections at a time.
+    pub max_connections: u32,
+    /// TLS and users; `None`: plain HTTP, for everybody.
+    pub web_config: Option<PathBuf>,
+}
+
 /// An HTTP server whose addresses are bound.
 #[derive(Debug)]
 pub struct Server {
-    listeners: Vec<TcpListener>,
+    listeners: Vec<Listener>,
     max_connections: usize,
     site: Arc<Site>,
 }
 
 impl Server {
     /// Binds all addresses, or none.
-    pub async fn bind(
-        addresses: &[ListenAddress],
-        max_connections: u32,
-        content: Content,
-    ) -> Result<Self, ServeError> {
+    pub async fn bind(settings: &Settings, content: Content) -> Result<Self, ServeError> {
+        let access = Access::new(settings.web_config.clone())?;
         let mut listeners = Vec::new();
-        for address in addresses {
-            let listener = listen(address).await.map_err(|source| ServeError::Listen {
-                address: address.clone(),
-                source,
-            })?;
+        for address in &settings.listen {
+            let listener = Listener::bind(address)
+                .await
+                .map_err(|source| ServeError::Listen {
+                    address: address.clone(),
+                    source,
+                })?;
             listeners.push(listener);
         }
         Ok(Self {
             listeners,
-            max_connections: usize::try_from(max_connections).unwrap_or(usize::MAX),
+            max_connections: usize::try_from(settings.max_connections).unwrap_or(usize::MAX),
             site: Arc::new(Site {
                 content,
+                access,
                 renders: Semaphore::new(RENDERS),
                 spare: Mutex::default(),
             }),
         })
     }
 
-    /// The addresses that are bound, with the ports that the system gave.
+    /// The TCP addresses that are bound, with the ports that the system gave.
     #[must_use]
     pub fn addresses(&self) -> Vec<SocketAddr> {
         self.listeners
             .iter()
-            .filter_map(|l| l.local_addr().ok())
+            .filter_map(|listener| match listener {
+                Listener::Tcp(tcp) => tcp.local_addr().ok(),
+                Listener::Unix(..) => None,
+            })
+            .collect()
+    }
+
+    /// Where `/metrics` is, for people.
+    #[must_use]
+    pub fn places(&self) -> Vec<String> {
+        let scheme = if self.site.access.now().tls.is_some() {
+            "https"
+        } else {
+            "http"
+        };
+        self.listeners
+            .iter()
+            .map(|listener| match listener {
+                Listener::Tcp(tcp) => tcp.local_addr().map_or_else(
+                    |error| error.to_string(),
+                    |address| format!("{scheme}://{address}/metrics"),
+                ),
+                Listener::Unix(_, path) => format!("unix:{} (/metrics)", path.0.display()),
+            })
             .collect()
     }
 
@@ -138,42 +195,100 @@ impl Server {
     /// finish their answer.
     pub async fn run(self, stop: impl Future<Output = ()>, grace: Duration) {
         let (stopping, stopped) = watch::channel(());
-        let slots = Arc::new(Semaphore::new(self.max_connections.min(Semaphore::MAX_PERMITS)));
+        let connections = Connections::new(self.max_connections);
         let mut accepting = JoinSet::new();
         for listener in self.listeners {
             accepting.spawn(accept(
                 listener,
-                Arc::clone(&slots),
+                Arc::clone(&connections),
                 Arc::clone(&self.site),
                 stopped.clone(),
             ));
         }
         drop(stopped);
-        stop.await;
+        tokio::select! {
+            () = stop => {}
+            () = self.site.access.keep_up() => {}
+        }
         accepting.shutdown().await;
         let _ = stopping.send(());
         // Each connection holds a receiver: when all are gone, all answers are out.
-        let _ = tokio::time::timeout(grace, stopping.closed()).await;
+        let _ = timeout(grace, stopping.closed()).await;
+    }
+}
+
+/// A bound address.
+#[derive(Debug)]
+enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener, SocketFile),
+}
+
+/// The file of a Unix socket, removed at the end.
+#[derive(Debug)]
+struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+impl Listener {
+    async fn bind(address: &ListenAddress) -> io::Result<Self> {
+        match address {
+            ListenAddress::Tcp { host, port } => tcp(host.as_deref(), *port).await.map(Self::Tcp),
+            ListenAddress::Unix(path) => {
+                let listener = unix(path)?;
+                Ok(Self::Unix(listener, SocketFile(path.clone())))
+            }
+        }
     }
 }
 
 /// Binds one address: dual-stack for "all addresses", and IPv4 alone where the machine has no IPv6.
-async fn listen(address: &ListenAddress) -> io::Result<TcpListener> {
-    let Some(host) = &address.host else {
-        return match TcpListener::bind(("::", address.port)).await {
+async fn tcp(host: Option<&str>, port: u16) -> io::Result<TcpListener> {
+    let Some(host) = host else {
+        return match TcpListener::bind(("::", port)).await {
             Err(error) if error.kind() != io::ErrorKind::AddrInUse => {
-                TcpListener::bind(("0.0.0.0", address.port)).await
+                TcpListener::bind(("0.0.0.0", port)).await
             }
             bound => bound,
         };
     };
-    TcpListener::bind((host.as_str(), address.port)).await
+    TcpListener::bind((host, port)).await
 }
 
-async fn accept(listener: TcpListener, slots: Arc<Semaphore>, site: Arc<Site>, stopped: watch::Receiver<()>) {
+/// Binds a Unix socket for the own user and group. A file that a dead process left is replaced.
+fn unix(path: &Path) -> io::Result<UnixListener> {
+    if fs::symlink_metadata(path).is_ok_and(|file| file.file_type().is_socket())
+        && std::os::unix::net::UnixStream::connect(path)
+            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+    {
+        fs::remove_file(path)?;
+    }
+    let listener = UnixListener::bind(path)?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o660))?;
+    Ok(listener)
+}
+
+async fn accept(
+    listener: Listener,
+    connections: Arc<Connections>,
+    site: Arc<Site>,
+    stopped: watch::Receiver<()>,
+) {
     loop {
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
+        let accepted = match &listener {
+            Listener::Tcp(tcp) => tcp.accept().await.map(|(stream, _)| {
+                // The answer is written at once; a delay of its last part would be all that is gained.
+                let _ = stream.set_nodelay(true);
+                Stream::Tcp(stream)
+            }),
+            Listener::Unix(unix, _) => unix.accept().await.map(|(stream, _)| Stream::Unix(stream)),
+        };
+        let stream = match accepted {
+            Ok(stream) => stream,
             Err(error) => {
                 // Out of file descriptors, as a rule: what is open has to end first.
                 warn_limited!((), %error, "cannot accept HTTP connections");
@@ -181,32 +296,70 @@ async fn accept(listener: TcpListener, slots: Arc<Semaphore>, site: Arc<Site>, s
                 continue;
             }
         };
-        let Ok(slot) = Arc::clone(&slots).try_acquire_owned() else {
+        let admitted = connections.admit();
+        if admitted.as_ref().is_none_or(|admitted| admitted.cut) {
             site.content
                 .own
                 .add(Family::OmnitapHttpConnectionsRefusedTotal, &[], 1.0);
-            continue;
-        };
-        let (site, stopped) = (Arc::clone(&site), stopped.clone());
+        }
+        let Some(admitted) = admitted else { continue };
+        let (site, mut stopped) = (Arc::clone(&site), stopped.clone());
         tokio::spawn(async move {
-            serve(stream, site, stopped).await;
-            drop(slot);
+            let place = admitted.place;
+            tokio::select! {
+                () = place.cut() => {}
+                () = secure(stream, site, &place, &mut stopped) => {}
+            }
         });
     }
 }
 
-async fn serve(stream: TcpStream, site: Arc<Site>, mut stopped: watch::Receiver<()>) {
-    // The answer is written at once; a delay of its last part would be all that is gained.
-    let _ = stream.set_nodelay(true);
-    let service = service_fn(move |request| {
-        let site = Arc::clone(&site);
-        async move { Ok::<_, Infallible>(site.answer(&request).await) }
+/// An accepted connection.
+enum Stream {
+    Tcp(tokio::net::TcpStream),
+    Unix(tokio::net::UnixStream),
+}
+
+/// Serves a connection, by TLS where that is configured. The rights of a Unix socket's file say who may open it: there,
+/// neither TLS nor a password adds anything.
+async fn secure(stream: Stream, site: Arc<Site>, place: &Arc<Place>, stopped: &mut watch::Receiver<()>) {
+    match (stream, site.access.now().tls.clone()) {
+        (Stream::Unix(stream), _) => serve(stream, site, place, stopped, Door::Open).await,
+        (Stream::Tcp(stream), None) => serve(stream, site, place, stopped, Door::Guarded).await,
+        (Stream::Tcp(stream), Some(tls)) => {
+            // Who does not get that far concerns nobody else.
+            if let Ok(Ok(stream)) = timeout(HANDSHAKE, TlsAcceptor::from(tls).accept(stream)).await {
+                serve(stream, site, place, stopped, Door::Guarded).await;
+            }
+        }
+    }
+}
+
+/// Whether requests of a connection need a user.
+#[derive(Clone, Copy)]
+enum Door {
+    Guarded,
+    Open,
+}
+
+async fn serve<S>(
+    stream: S,
+    site: Arc<Site>,
+    place: &Arc<Place>,
+    stopped: &mut watch::Receiver<()>,
+    door: Door,
+) where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let service = service_fn(|request| {
+        let (site, place) = (Arc::clone(&site), Arc::clone(place));
+        async move { Ok::<_, Infallible>(site.answer(&request, &place, door).await) }
     });
     let connection = http1::Builder::new()
         .max_buf_size(MAX_HEAD_BYTES)
         // All times are kept by `Deadline`.
         .header_read_timeout(None)
-        .serve_connection(TokioIo::new(Deadline::new(stream)), service);
+        .serve_connection(TokioIo::new(Deadline::new(stream, Arc::clone(place))), service);
     let mut connection = std::pin::pin!(connection);
     tokio::select! {
         // What goes wrong with one connection concerns its client alone.
@@ -220,6 +373,7 @@ async fn serve(stream: TcpStream, site: Arc<Site>, mut stopped: watch::Receiver<
 #[derive(Debug)]
 struct Site {
     content: Content,
+    access: Access,
     renders: Semaphore,
     /// Room of an answer that is out, for the next: a megabyte of new memory costs a scrape more than its text.
     spare: Mutex<Vec<u8>>,
@@ -246,16 +400,34 @@ impl Drop for Lent {
 type Answer = Response<Full<Bytes>>;
 
 impl Site {
-    async fn answer(self: &Arc<Self>, request: &Request<Incoming>) -> Answer {
-        let path = request.uri().path();
-        let (path, answer) = match path {
-            "/metrics" | "/healthz" | "/readyz" | "/" if !is_read(request.method()) => (path, not_allowed()),
-            "/metrics" => (path, self.metrics(request).await),
-            "/healthz" => (path, text(StatusCode::OK, "ok\n".to_owned())),
-            "/readyz" => (path, self.ready()),
-            "/" => (path, self.landing()),
-            _ => ("other", text(StatusCode::NOT_FOUND, "not found\n".to_owned())),
+    async fn answer(self: &Arc<Self>, request: &Request<Incoming>, place: &Place, door: Door) -> Answer {
+        let path = match request.uri().path() {
+            known
+            @ ("/metrics" | "/healthz" | "/readyz" | "/api/status" | "/" | "/page.css" | "/page.js") => known,
+            _ => "other",
         };
+        // What asks for health has no password, as a rule, and gets no data.
+        let verdict = match (door, path) {
+            (Door::Open, _) | (Door::Guarded, "/healthz" | "/readyz") => Verdict::Pass,
+            (Door::Guarded, _) => self.access.judge(request.headers()).await,
+        };
+        place.enter(Phase::Working);
+        let mut answer = match (verdict, path) {
+            (Verdict::Unauthorized, _) => unauthorized(),
+            (Verdict::TooMany, _) => text(StatusCode::TOO_MANY_REQUESTS, "too many requests\n".to_owned()),
+            (Verdict::Pass, "other") => text(StatusCode::NOT_FOUND, "not found\n".to_owned()),
+            (Verdict::Pass, _) if !is_read(request.method()) => not_allowed(),
+            (Verdict::Pass, "/metrics") => self.metrics(request).await,
+            (Verdict::Pass, "/healthz") => text(StatusCode::OK, "ok\n".to_owned()),
+            (Verdict::Pass, "/readyz") => self.ready(),
+            (Verdict::Pass, "/api/status") => self.status(),
+            (Verdict::Pass, path) => page(path),
+        };
+        for (name, value) in &self.access.now().headers {
+            answer.headers_mut().insert(name, value.clone());
+        }
+        let bytes = answer.body().size_hint().exact().unwrap_or_default();
+        place.hold(usize::try_from(bytes).unwrap_or(usize::MAX));
         self.content.own.add(
             Family::OmnitapHttpRequestsTotal,
             &[path, answer.status().as_str()],
@@ -330,17 +502,43 @@ impl Site {
         }
     }
 
-    fn landing(&self) -> Answer {
-        let mut answer = Response::new(Full::new(Bytes::from(page::landing(&self.content.status))));
+    /// What the page draws. A look at some hundred values; nothing is kept for it.
+    fn status(&self) -> Answer {
+        let Content {
+            exposition,
+            own,
+            status,
+        } = &self.content;
+        own.sample_process();
+        own.sample_series();
+        let body = page::json(&status.state(), exposition);
+        let mut answer = Response::new(Full::new(Bytes::from(body)));
         let headers = answer.headers_mut();
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8"));
-        headers.insert(
-            CONTENT_SECURITY_POLICY,
-            HeaderValue::from_static("default-src 'none'; style-src 'unsafe-inline'"),
-        );
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
         headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
         answer
     }
+}
+
+/// A file of the status page. It loads nothing from elsewhere, and its script builds no HTML from text.
+fn page(path: &str) -> Answer {
+    let Some((_, kind, content)) = page::FILES.iter().find(|(known, ..)| *known == path) else {
+        return text(StatusCode::NOT_FOUND, "not found\n".to_owned());
+    };
+    let mut answer = Response::new(Full::new(Bytes::from_static(content.as_bytes())));
+    let headers = answer.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    headers.insert(
+        CONTENT_SECURITY_POLICY,
+        HeaderValue::from_static(
+            "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; \
+             frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+        ),
+    );
+    headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    answer
 }
 
 /// Compresses at the fastest level: the text is repetitive, and higher levels gain little for much more time.
@@ -353,6 +551,18 @@ fn gzip(text: &[u8]) -> Bytes {
 
 fn is_read(method: &Method) -> bool {
     *method == Method::GET || *method == Method::HEAD
+}
+
+fn unauthorized() -> Answer {
+    let mut answer = text(
+        StatusCode::UNAUTHORIZED,
+        "user and password are needed\n".to_owned(),
+    );
+    answer.headers_mut().insert(
+        WWW_AUTHENTICATE,
+        HeaderValue::from_static("Basic realm=\"omnitap\""),
+    );
+    answer
 }
 
 fn not_allowed() -> Answer {

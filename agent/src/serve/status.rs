@@ -1,10 +1,13 @@
-//! How the agent is, for /readyz and the landing page.
+//! How the agent is, for /readyz and the status page.
 
 use std::{collections::BTreeMap, sync::Arc};
 
 use parking_lot::Mutex;
 
-use crate::host::identity::{Pipeline, PipelineId};
+use crate::host::identity::{Change, Pipeline, PipelineId, Process, ProcessKey};
+
+/// Ended processes of a pipeline that are remembered: one that restarts its stages for ever must not fill memory.
+const MAX_ENDED: usize = 64;
 
 /// How the tap is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -26,13 +29,25 @@ pub struct Status {
     state: Arc<Mutex<State>>,
 }
 
-#[derive(Debug, Default)]
-struct State {
-    tap: TapState,
-    scanned: bool,
-    pipelines: Vec<Pipeline>,
-    /// What the newest read of their own metrics gave.
-    engines: BTreeMap<PipelineId, String>,
+/// What is known, all at one moment.
+#[derive(Clone, Debug, Default)]
+pub(super) struct State {
+    pub(super) tap: TapState,
+    pub(super) scanned: bool,
+    pub(super) pipelines: BTreeMap<PipelineId, Pipeline>,
+    pub(super) processes: BTreeMap<ProcessKey, Member>,
+    /// What the newest read of a pipeline's own metrics gave.
+    pub(super) engines: BTreeMap<PipelineId, String>,
+}
+
+/// A process of a pipeline that is alive.
+#[derive(Clone, Debug)]
+pub(super) struct Member {
+    pub(super) process: Process,
+    /// It has ended, and no other has taken its role.
+    pub(super) ended: bool,
+    /// Probes by what they are for: on, or why not.
+    pub(super) probes: BTreeMap<&'static str, Result<(), String>>,
 }
 
 impl Status {
@@ -46,47 +61,93 @@ impl Status {
         self.state.lock().scanned = true;
     }
 
-    /// The pipelines that are alive.
-    pub fn set_pipelines(&self, pipelines: Vec<Pipeline>) {
+    /// Pipelines and processes come and go.
+    pub fn change(&self, change: &Change) {
         let mut state = self.state.lock();
-        state
-            .engines
-            .retain(|id, _| pipelines.iter().any(|pipeline| pipeline.id == *id));
-        state.pipelines = pipelines;
+        match change {
+            Change::Pipeline(pipeline) => {
+                state.pipelines.insert(pipeline.id, pipeline.clone());
+            }
+            Change::PipelineGone(id) => {
+                state.pipelines.remove(id);
+                state.engines.remove(id);
+                state.processes.retain(|_, member| member.process.pipeline != *id);
+            }
+            Change::Process(process) => {
+                // Who takes the place of one that has ended.
+                state.processes.retain(|_, member| {
+                    !(member.ended
+                        && (member.process.pipeline, member.process.role) == (process.pipeline, process.role))
+                });
+                let member = Member {
+                    process: process.clone(),
+                    ended: false,
+                    probes: BTreeMap::new(),
+                };
+                let known = state.processes.entry(process.key).or_insert(member);
+                known.process = process.clone();
+            }
+            Change::ProcessGone(key) => state.end(*key),
+            Change::Payloads { .. } => {}
+        }
+    }
+
+    /// Probes of a process are on, or why they can't be.
+    pub fn probed(&self, key: ProcessKey, probes: &'static str, outcome: Result<(), String>) {
+        if let Some(member) = self.state.lock().processes.get_mut(&key) {
+            member.probes.insert(probes, outcome);
+        }
     }
 
     /// What the newest read of a pipeline's own metrics gave.
     pub fn set_engine(&self, pipeline: PipelineId, found: String) {
         let mut state = self.state.lock();
         // A read may come after the end of its pipeline.
-        if state.pipelines.iter().any(|alive| alive.id == pipeline) {
+        if state.pipelines.contains_key(&pipeline) {
             state.engines.insert(pipeline, found);
         }
     }
 
-    /// See [`Self::set_engine`].
-    pub(super) fn engine(&self, pipeline: PipelineId) -> Option<String> {
-        self.state.lock().engines.get(&pipeline).cloned()
-    }
-
     /// What is missing until the agent serves all that it can; `None`: it does.
     pub(super) fn not_ready(&self) -> Option<String> {
-        let state = self.state.lock();
-        match &state.tap {
+        self.state.lock().not_ready()
+    }
+
+    pub(super) fn state(&self) -> State {
+        self.state.lock().clone()
+    }
+}
+
+impl State {
+    fn end(&mut self, key: ProcessKey) {
+        let Some(member) = self.processes.get_mut(&key) else {
+            return;
+        };
+        member.ended = true;
+        let (pipeline, role) = (member.process.pipeline, member.process.role);
+        let of_pipeline = |member: &Member| member.process.pipeline == pipeline;
+        let replaced = self
+            .processes
+            .values()
+            .any(|other| !other.ended && of_pipeline(other) && other.process.role == role);
+        let ended = self
+            .processes
+            .values()
+            .filter(|m| m.ended && of_pipeline(m))
+            .count();
+        if replaced || ended > MAX_ENDED {
+            self.processes.remove(&key);
+        }
+    }
+
+    pub(super) fn not_ready(&self) -> Option<String> {
+        match &self.tap {
             TapState::Starting => Some("the tap is being loaded".to_owned()),
             TapState::Failed(reason) => Some(format!("the tap does not work: {reason}")),
-            TapState::Up | TapState::Off if !state.scanned => {
+            TapState::Up | TapState::Off if !self.scanned => {
                 Some("the first scan of the host is not done".to_owned())
             }
             TapState::Up | TapState::Off => None,
         }
-    }
-
-    pub(super) fn pipelines(&self) -> Vec<Pipeline> {
-        self.state.lock().pipelines.clone()
-    }
-
-    pub(super) fn tap(&self) -> TapState {
-        self.state.lock().tap.clone()
     }
 }
