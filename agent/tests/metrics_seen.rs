@@ -82,13 +82,13 @@ fn what_the_bundled_pipeline_shows_is_named_there() {
     let truth = read("tests/pipeline/truth.py") + &read("tests/src/hops.rs");
     for seen in SEEN {
         let Some(test) = seen.bundled else { continue };
-        let text = read(&format!("tests/tests/{test}.rs"));
+        let code = read(&format!("tests/tests/{test}.rs"));
         let name = seen.family.name().trim_start_matches("vllm_omni:");
         let quoted = [format!("\"vllm_omni:{name}\""), format!("\"{name}\"")];
         assert!(
             quoted
                 .iter()
-                .any(|name| truth.contains(name) || text.contains(name)),
+                .any(|name| truth.contains(name) || code.contains(name)),
             "{name} is in neither {test} nor the truth"
         );
     }

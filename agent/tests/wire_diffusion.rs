@@ -144,11 +144,11 @@ fn result() -> DiffusionResult<'static> {
     }
 }
 
-fn images(count: u32, pixels: u64) -> Option<Images> {
-    Some(Images {
+fn images(count: u32, pixels: u64) -> Images {
+    Images {
         count,
         pixels: Some(pixels),
-    })
+    }
 }
 
 /// Frames of which the head and the tail tell everything.
@@ -173,11 +173,11 @@ fn images(count: u32, pixels: u64) -> Option<Images> {
     }),
     ..result()
 }))]
-#[case::four("four images", Diffusion::Result(DiffusionResult { images: images(4, 4 << 20), ..result() }))]
-#[case::tensor("tensor of images", Diffusion::Result(DiffusionResult { images: images(1, 2 * 512 * 768), ..result() }))]
+#[case::four("four images", Diffusion::Result(DiffusionResult { images: Some(images(4, 4 << 20)), ..result() }))]
+#[case::tensor("tensor of images", Diffusion::Result(DiffusionResult { images: Some(images(1, 2 * 512 * 768)), ..result() }))]
 #[case::video("video", Diffusion::Result(DiffusionResult {
     kind: Some(ResultKind::Other),
-    images: images(1, 8 * 640 * 3),
+    images: Some(images(1, 8 * 640 * 3)),
     ..result()
 }))]
 #[case::stream("part of a stream", Diffusion::Result(DiffusionResult { finished: Some(false), ..result() }))]
@@ -189,7 +189,7 @@ fn images(count: u32, pixels: u64) -> Option<Images> {
 #[case::started("started", Diffusion::Result(DiffusionResult {
     finished: Some(false),
     is_start: true,
-    images: images(0, 0),
+    images: Some(images(0, 0)),
     metrics: Some(DiffusionMetrics::default()),
     peak_memory_mb: Some(0.0),
     ..result()
@@ -197,7 +197,7 @@ fn images(count: u32, pixels: u64) -> Option<Images> {
 #[case::failed("result that is an error", Diffusion::Result(DiffusionResult {
     failed: true,
     kind: Some(ResultKind::Other),
-    images: images(0, 0),
+    images: Some(images(0, 0)),
     metrics: Some(DiffusionMetrics::default()),
     peak_memory_mb: Some(0.0),
     ..result()
@@ -231,7 +231,7 @@ fn images_of_different_sizes_are_added_up_and_cut_ones_taken_for_equal() {
         let mut decoder = decoder(STAGE);
         let decoded = decoder.frame(&captured(&payload, head, 1024));
         let want = DiffusionResult {
-            images: images(3, pixels),
+            images: Some(images(3, pixels)),
             ..result()
         };
         assert_eq!(said(&decoded), &Diffusion::Result(want), "{head}");
