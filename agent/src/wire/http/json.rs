@@ -264,7 +264,7 @@ impl<'a> Scan<'a> {
 }
 
 /// The quote that ends a string whose bytes begin at `from`.
-fn string_end(bytes: &[u8], from: usize) -> Option<usize> {
+pub(super) fn string_end(bytes: &[u8], from: usize) -> Option<usize> {
     let mut at = from;
     loop {
         match bytes.get(at)? {
