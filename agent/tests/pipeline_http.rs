@@ -175,7 +175,9 @@ fn a_client_that_leaves_a_stream(#[case] endpoint: Endpoint, #[case] mid_chunk: 
     assert_eq!(play.sink.sum(Family::OmniSpeechStreamAbortedTotal), 1.0);
     assert_eq!(play.sink.sum(Family::OmniSpeechStreamCompletedTotal), 0.0);
     assert!(play.sink.seen(Family::OmniAudioUnderrunS, 0).is_empty());
-    let failed = play.sink.total(Family::OmniRequestsFailedTotal, &["client_disconnect"]);
+    let failed = play
+        .sink
+        .total(Family::OmniRequestsFailedTotal, &["client_disconnect"]);
     assert_eq!(failed, 1.0);
     assert_eq!(play.sink.total(Family::OmniRequestsSuccessTotal, &["abort"]), 1.0);
     play.tick(90_000);
@@ -194,7 +196,11 @@ fn a_stream_that_fails(#[case] end: End, #[case] dies: bool, #[case] reason: &st
         play.send(1_350, engine(1, 0), &Message::EngineDead);
     }
     play.tick(2_000);
-    assert_eq!(play.sink.sum(Family::OmniSpeechStreamAbortedTotal), 0.0, "not settled");
+    assert_eq!(
+        play.sink.sum(Family::OmniSpeechStreamAbortedTotal),
+        0.0,
+        "not settled"
+    );
     play.tick(4_000);
     assert_eq!(aborted(&play, reason), 1.0);
     assert_eq!(play.sink.sum(Family::OmniSpeechStreamAbortedTotal), 1.0);
@@ -266,7 +272,10 @@ fn arrivals_tell_exchanges_apart() {
     play.out_at(1_100, engine(0, 0), vec![audio("speech-a", 2_400)]);
     play.writes(1_150, 1, 4_800);
     play.writes(1_160, 2, 4_800);
-    let seen = |replica| play.sink.seen_at(Family::OmniAudioTtfpS, (Some(0), Some(replica)), &[]);
+    let seen = |replica| {
+        play.sink
+            .seen_at(Family::OmniAudioTtfpS, (Some(0), Some(replica)), &[])
+    };
     assert_close(&seen(0), &[0.150]);
     assert_close(&seen(1), &[0.110]);
     assert_eq!(play.tracker.ambiguous_joins(), 0);
@@ -322,7 +331,10 @@ fn the_id_in_an_answer_settles_a_guess() {
     play.writes(1_120, 1, 4_800);
     play.http(1_130, 2, Note::Named("chatcmpl-a".into()));
     play.writes(1_140, 2, 4_800);
-    let seen = |replica| play.sink.seen_at(Family::OmniAudioTtfpS, (Some(0), Some(replica)), &[]);
+    let seen = |replica| {
+        play.sink
+            .seen_at(Family::OmniAudioTtfpS, (Some(0), Some(replica)), &[])
+    };
     assert_close(&seen(1), &[0.120]);
     assert_close(&seen(0), &[0.140]);
 }
@@ -355,7 +367,11 @@ fn requests_of_other_kinds_and_times_are_not_joined() {
     play.add(1_010, 0, add_streamed("chatcmpl-a", 1_001));
     // Came in long before the exchange did.
     play.add(1_020, 0, add_streamed("speech-b", 500));
-    play.out(1_100, 0, vec![audio("chatcmpl-a", 2_400), audio("speech-b", 2_400)]);
+    play.out(
+        1_100,
+        0,
+        vec![audio("chatcmpl-a", 2_400), audio("speech-b", 2_400)],
+    );
     play.writes(1_110, 1, 4_800);
     assert_eq!(play.sink.skips(Family::OmniAudioTtfpS, "not_joined"), 1);
     assert_close(&play.sink.seen(Family::OmniAudioTtfpS, 0), &[0.099, 0.600]);
@@ -370,7 +386,8 @@ fn an_abort_while_the_client_is_there_is_the_api_s() {
     play.abort(1_300, 1, "speech-a");
     play.tick(9_000);
     assert_eq!(
-        play.sink.total(Family::OmniRequestsFailedTotal, &["client_abort"]),
+        play.sink
+            .total(Family::OmniRequestsFailedTotal, &["client_abort"]),
         1.0
     );
     assert_eq!(play.sink.sum(Family::OmniRequestsFailedTotal), 1.0);
@@ -383,7 +400,9 @@ fn an_abort_without_an_exchange_is_taken_for_a_client_that_left() {
     play.add(0, 0, add("speech-a", 0));
     play.abort(100, 0, "speech-a");
     play.tick(9_000);
-    let failed = play.sink.total(Family::OmniRequestsFailedTotal, &["client_disconnect"]);
+    let failed = play
+        .sink
+        .total(Family::OmniRequestsFailedTotal, &["client_disconnect"]);
     assert_eq!(failed, 1.0);
 }
 
@@ -459,7 +478,11 @@ fn an_image_of_a_stage_inside_the_api_process() {
         sink.seen_at(Family::OmniStageGenTimeS, at, &["diffusion"]),
         [0.120_75]
     );
-    assert_eq!(sink.seen_whole(Family::OmniRequestQueueWaitS), [0.0], "a measured 0 counts");
+    assert_eq!(
+        sink.seen_whole(Family::OmniRequestQueueWaitS),
+        [0.0],
+        "a measured 0 counts"
+    );
     assert_eq!(sink.seen_whole(Family::OmniNumInferenceSteps), [20.0]);
     assert_eq!(sink.total(Family::OmniImageCountTotal, &[]), 2.0);
     assert_eq!(sink.seen_whole(Family::OmniImagePixels), [262_144.0]);
@@ -526,7 +549,10 @@ fn an_api_process_takes_its_exchanges_with_it() {
     play.asks(1_220, 2, Endpoint::Chat, Ask::default());
     play.stop(1_300, API);
     assert_eq!(play.tracker.tracked_exchanges(), 0);
-    assert_eq!(play.sink.total(Family::OmniRequestsFailedTotal, &["unknown"]), 1.0);
+    assert_eq!(
+        play.sink.total(Family::OmniRequestsFailedTotal, &["unknown"]),
+        1.0
+    );
 }
 
 #[test]
@@ -536,7 +562,8 @@ fn exchanges_that_nothing_is_heard_of_are_given_up() {
     play.tick(3_600_000);
     assert_eq!(play.tracker.tracked_exchanges(), 0);
     assert_eq!(
-        play.sink.skips(Family::OmniSpeechStreamCompletedTotal, "timed_out"),
+        play.sink
+            .skips(Family::OmniSpeechStreamCompletedTotal, "timed_out"),
         1
     );
 }

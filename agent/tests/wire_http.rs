@@ -164,8 +164,17 @@ fn a_recording_without_content_tells_the_same() {
                 continue;
             };
             for word in [
-                "[2400", "[0, 2", "broken", "512x256\",\"n", "prompt", "sentence_text", "no image", "Model mismatch",
-                "uvicorn", "127.0.0.1", "assistant",
+                "[2400",
+                "[0, 2",
+                "broken",
+                "512x256\",\"n",
+                "prompt",
+                "sentence_text",
+                "no image",
+                "Model mismatch",
+                "uvicorn",
+                "127.0.0.1",
+                "assistant",
             ] {
                 for part in [&bytes.head, &bytes.tail] {
                     let is_there = part.windows(word.len()).any(|window| window == word.as_bytes());

@@ -2,13 +2,7 @@
 //!
 //! A call is walked through a copy of its connection, which marks what its bytes are; bytes without a mark are zeroed.
 
-use super::{
-    answer::WAV_HEADER,
-    head::Opening,
-    json::string_end,
-    note::Endpoint,
-    stretch::Stretch,
-};
+use super::{answer::WAV_HEADER, head::Opening, json::string_end, note::Endpoint, stretch::Stretch};
 
 /// Headers whose values stay.
 const HEADERS: [&str; 8] = [
@@ -82,7 +76,9 @@ pub(super) enum Zone {
     Events(Option<Vec<u8>>),
     Form,
     /// Audio, with so many bytes of a header to come.
-    Samples { header: u64 },
+    Samples {
+        header: u64,
+    },
 }
 
 /// The zones of a call, by their place in it.
@@ -159,10 +155,7 @@ impl Zone {
                 }),
                 None => {
                     // The rest of an event, then perhaps more of them.
-                    let line = text
-                        .iter()
-                        .position(|byte| *byte == b'\n')
-                        .unwrap_or(text.len());
+                    let line = text.iter().position(|byte| *byte == b'\n').unwrap_or(text.len());
                     let (line, rest) = text.split_at(line);
                     let mut rest = rest.to_vec();
                     events(&mut rest);
@@ -249,7 +242,11 @@ fn first_line(line: &mut [u8]) {
             || (!is_whole && PATHS.iter().any(|path| path.starts_with(text)))
     });
     let query = text.iter().position(|byte| *byte == b'?');
-    let hide_from = if is_known { query.map_or(to, |at| from + at + 1) } else { from };
+    let hide_from = if is_known {
+        query.map_or(to, |at| from + at + 1)
+    } else {
+        from
+    };
     for byte in line.get_mut(hide_from..to).unwrap_or_default() {
         if byte.is_ascii_alphanumeric() || !byte.is_ascii() {
             *byte = b'x';
@@ -381,7 +378,11 @@ fn begins_kept_key(text: &[u8], is_cut: bool) -> bool {
 fn string(key: &[u8], content: &mut [u8]) {
     if FILES.contains(&key) {
         let prefix = b"data:image/png;base64,";
-        let from = if content.starts_with(prefix) { prefix.len() } else { 0 };
+        let from = if content.starts_with(prefix) {
+            prefix.len()
+        } else {
+            0
+        };
         let file = content.get_mut(from..).unwrap_or_default();
         let kept = FILE_HEADERS
             .iter()
