@@ -152,7 +152,8 @@ impl Raw {
                     match part {
                         Part::Known(known) => bytes.extend_from_slice(known),
                         Part::Gap(gap) => {
-                            bytes.resize(bytes.len() + usize::try_from(gap).unwrap_or(0).min(WAV_HEADER), 0)
+                            let gap = usize::try_from(gap).unwrap_or(0).min(WAV_HEADER);
+                            bytes.resize(bytes.len() + gap, 0);
                         }
                     }
                 }

@@ -132,39 +132,26 @@ impl Trace {
 }
 
 impl Zone {
-    /// Bytes of this zone without their content; as many as there were.
+    /// Bytes of this zone without their content, as many as there were. `is_start`: they are its first.
     fn blanked(&self, text: &[u8], is_start: bool) -> Vec<u8> {
-        let behind = |before: &Option<Vec<u8>>, blank: fn(&mut [u8]) -> bool| {
-            let before = before.as_deref().filter(|_| is_start).unwrap_or_default();
-            let mut whole = [before, text].concat();
-            let mut out = if blank(&mut whole) { whole } else { Vec::new() };
-            out.drain(..before.len().min(out.len()));
-            out
-        };
         let blanked = match self {
             Self::Framing => text.to_vec(),
-            Self::Head(before) => behind(&Some(before.clone()), head),
-            Self::Json(before) => match before.as_ref().filter(|_| is_start) {
-                Some(before) => behind(&Some(before.clone()), |text| json(text, Start::Value)),
-                None => resumed(text),
-            },
-            Self::Events(before) => match before.as_ref().filter(|_| is_start) {
-                Some(before) => behind(&Some(before.clone()), |text| {
-                    events(text);
-                    true
-                }),
-                None => {
-                    // The rest of an event, then perhaps more of them.
-                    let line = text.iter().position(|byte| *byte == b'\n').unwrap_or(text.len());
-                    let (line, rest) = text.split_at(line);
-                    let mut rest = rest.to_vec();
-                    events(&mut rest);
-                    let line = Some(resumed(line))
-                        .filter(|blanked| blanked.len() == line.len())
-                        .unwrap_or_else(|| vec![b'x'; line.len()]);
-                    [line, rest].concat()
-                }
-            },
+            Self::Head(before) => behind(before, text, head),
+            Self::Json(Some(before)) if is_start => behind(before, text, |text| json(text, Start::Value)),
+            Self::Json(_) => resumed(text),
+            Self::Events(Some(before)) if is_start => behind(before, text, events),
+            Self::Events(_) => {
+                // The rest of an event, then perhaps more of them.
+                let line = text
+                    .iter()
+                    .position(|byte| *byte == b'\n')
+                    .unwrap_or(text.len());
+                let (line, rest) = text.split_at(line);
+                let mut blanked = resumed(line);
+                blanked.resize(line.len(), b'x');
+                blanked.extend(behind(&[], rest, events));
+                blanked
+            }
             Self::Form => form(text),
             Self::Samples { header } => {
                 let header = if is_start { *header } else { 0 };
@@ -182,7 +169,16 @@ impl Zone {
     }
 }
 
-fn blank(bytes: Option<&mut [u8]>, with: u8) {
+/// Blanks a text that goes on; empty where `blank` can't.
+fn behind(before: &[u8], text: &[u8], blank: impl Fn(&mut [u8]) -> bool) -> Vec<u8> {
+    let mut whole = [before, text].concat();
+    if !blank(&mut whole) {
+        return Vec::new();
+    }
+    whole.split_off(before.len())
+}
+
+fn fill(bytes: Option<&mut [u8]>, with: u8) {
     bytes.unwrap_or_default().fill(with);
 }
 
@@ -287,12 +283,12 @@ fn json(text: &mut [u8], start: Start) -> bool {
         // What it is a value of is not known: a file, most likely.
         let pads = text.get(..end).unwrap_or_default().iter().rev();
         let pads = pads.take(2).take_while(|byte| **byte == b'=').count();
-        blank(text.get_mut(..end - pads), b'A');
+        fill(text.get_mut(..end - pads), b'A');
         at = end + 1;
     } else {
         // The rest of a number or word.
         let word = text.iter().take_while(|byte| is_word(**byte)).count();
-        blank(text.get_mut(..word), b'0');
+        fill(text.get_mut(..word), b'0');
         at += word;
     }
     while let Some(&byte) = text.get(at) {
@@ -399,7 +395,7 @@ fn string(key: &[u8], content: &mut [u8]) {
 }
 
 /// Server-sent events.
-fn events(text: &mut [u8]) {
+fn events(text: &mut [u8]) -> bool {
     for (from, to) in lines_of(text) {
         let line = text.get_mut(from..to).unwrap_or_default();
         let is_kept = |word: &[u8]| line.starts_with(word) || word.starts_with(line);
@@ -408,16 +404,17 @@ fn events(text: &mut [u8]) {
         }
         let Some(data) = line.strip_prefix(b"data:") else {
             let end = line.trim_ascii_end().len();
-            blank(line.get_mut(..end), b'x');
+            fill(line.get_mut(..end), b'x');
             continue;
         };
         let skip = 5 + usize::from(data.first() == Some(&b' '));
         let data = line.get_mut(skip..).unwrap_or_default();
         if !data.starts_with(b"[DONE]") && !json(data, Start::Value) {
             let end = data.trim_ascii_end().len();
-            blank(data.get_mut(..end), b'x');
+            fill(data.get_mut(..end), b'x');
         }
     }
+    true
 }
 
 /// A form: the numbers of the fields that are read stay.
