@@ -40,9 +40,9 @@ use crate::{
         scan::{Host, Settings as HostSettings},
     },
     metrics::{catalogue::Family, own::Own},
-    observer::{Observer, Taken},
+    observer::{HttpTaken, Observer, Taken},
     pipeline::{stats::Sender as StatSender, transfers::ShmTaken},
-    record::{Entry, Item, OwnedFrame, OwnedShm, RecordError},
+    record::{Entry, Item, OwnedFrame, OwnedHttp, OwnedShm, RecordError},
     serve::{Status, TapState},
     statsock::{News, Settings as StatSettings, SocketError, StatSocket, Watched},
     tap::{
@@ -53,6 +53,7 @@ use crate::{
     wire::{
         assemble::FrameType,
         frame::Frame,
+        http::HttpEvent,
         shm::ShmEvent,
         stat::{self, Encoding, Whole},
     },
@@ -593,8 +594,7 @@ impl Reading {
                 }
             }
             Event::Shm(event) => self.shm(&event),
-            // Counted by the reader.
-            Event::Http(_) => {}
+            Event::Http(event) => self.http(&event),
             Event::Tls { pid } => drop(self.notices.send(Notice::Tls(pid))),
             // The host thread is there as long as this one; after its end news are of no use.
             Event::Exec { pid, .. } => drop(self.notices.send(Notice::Exec(pid))),
@@ -617,6 +617,28 @@ impl Reading {
             }
             ShmTaken::Known | ShmTaken::Foreign => {}
             ShmTaken::Unknown => self.observer.shm_stranger(),
+        }
+    }
+
+    fn http(&mut self, event: &HttpEvent<'_>) {
+        // Before it is taken: what of it is content goes by what came before.
+        let recorded = self.recorder.as_ref().map(|recorder| {
+            let mut owned = OwnedHttp::new(event);
+            if recorder.redact {
+                self.observer.redact_http(&mut owned);
+            }
+            owned
+        });
+        let mut taken = self.observer.http(event);
+        if taken == HttpTaken::Unknown {
+            // As for frames.
+            self.take_changes();
+            taken = self.observer.http(event);
+        }
+        match (taken, recorded) {
+            (HttpTaken::Known, Some(owned)) => self.record(event.time_ns(), || Item::Http(owned)),
+            (HttpTaken::Known, None) => {}
+            (HttpTaken::Unknown, _) => self.observer.http_stranger(),
         }
     }
 

@@ -28,7 +28,7 @@ use crate::{
         tracker::{Limits as TrackerLimits, Tracker},
         transfers::ShmTaken,
     },
-    record::{self, Item, OwnedFrame},
+    record::{self, HttpWhat, Item, OwnedFrame, OwnedHttp},
     wire::{
         assemble::{Content, Decoder, FrameResult, FrameType},
         frame::Frame,
@@ -286,6 +286,15 @@ impl Observer {
         self.http.event(event, &mut self.news);
         self.tell_news();
         HttpTaken::Known
+    }
+
+    /// Blanks the content of a connection's event for a recording. To be called before [`Self::http`] takes it.
+    pub fn redact_http(&self, http: &mut OwnedHttp) {
+        let original = http.clone();
+        if let HttpWhat::Received(bytes) | HttpWhat::Sent(bytes) = &mut http.what {
+            self.http
+                .redact(&original.event(0), &mut bytes.head, &mut bytes.tail);
+        }
     }
 
     /// An event of a connection whose process stayed unknown: counted, nothing else.

@@ -135,6 +135,56 @@ fn no_case_is_left_out() {
     }
 }
 
+// ---- redaction ----
+
+/// The calls without their content, as a recording has them.
+fn redacted(calls: &[Call]) -> Vec<Call> {
+    let mut connections = Connections::new();
+    let mut news = Vec::new();
+    let mut out = Vec::new();
+    for (time_ns, call) in calls {
+        let event = call.event(*time_ns);
+        let mut blanked = call.clone();
+        if let HttpWhat::Received(bytes) | HttpWhat::Sent(bytes) = &mut blanked.what {
+            connections.redact(&event, &mut bytes.head, &mut bytes.tail);
+        }
+        out.push((*time_ns, blanked));
+        connections.event(&event, &mut news);
+    }
+    out
+}
+
+#[rstest]
+fn a_recording_without_content_tells_the_same() {
+    for (name, calls) in cases() {
+        let blanked = redacted(&calls);
+        assert_eq!(told(&blanked), told(&calls), "{name}");
+        for (_, call) in &blanked {
+            let (HttpWhat::Received(bytes) | HttpWhat::Sent(bytes)) = &call.what else {
+                continue;
+            };
+            for word in [
+                "[2400",
+                "[0, 2",
+                "broken",
+                "512x256\",\"n",
+                "prompt",
+                "sentence_text",
+                "no image",
+                "Model mismatch",
+                "uvicorn",
+                "127.0.0.1",
+                "assistant",
+            ] {
+                for part in [&bytes.head, &bytes.tail] {
+                    let is_there = part.windows(word.len()).any(|window| window == word.as_bytes());
+                    assert!(!is_there, "{name}: {word} in {}", String::from_utf8_lossy(part));
+                }
+            }
+        }
+    }
+}
+
 // ---- any way of falling into calls ----
 
 /// The bytes of a call with something for those that are not known: `A`, which is base64 and 16-bit samples alike.
@@ -255,6 +305,29 @@ proptest! {
             prop_assert!(is_known, "{:?} of {:?}", chunk, known);
         }
         check_order(&news)?;
+    }
+
+    /// Where calls are in pieces a recording may tell less of bodies, but heads and lengths stay.
+    #[test]
+    fn redaction_keeps_lengths_and_heads(
+        calls in any_case(), cuts in prop::collection::vec(any::<Index>(), 1..8),
+    ) {
+        let calls = in_pieces(&calls, &cuts);
+        let blanked = redacted(&calls);
+        let sizes = |calls: &[Call]| -> Vec<(u64, usize, usize)> {
+            calls
+                .iter()
+                .filter_map(|(_, call)| match &call.what {
+                    HttpWhat::Received(bytes) | HttpWhat::Sent(bytes) => {
+                        Some((bytes.size, bytes.head.len(), bytes.tail.len()))
+                    }
+                    _ => None,
+                })
+                .collect()
+        };
+        prop_assert_eq!(sizes(&blanked), sizes(&calls));
+        let outcomes = |calls: &[Call]| news_of(calls).1.requests.iter().sum::<u64>();
+        prop_assert_eq!(outcomes(&blanked), outcomes(&calls));
     }
 
     /// Whatever is lost: every exchange that was told of ends, once, and nothing stays.

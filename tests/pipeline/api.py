@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import setproctitle
+import uvloop
 import zmq
 import zmq.asyncio
 
@@ -27,6 +28,7 @@ import engine
 import lifetime
 import scenario as sc
 import truth
+import web
 import wire
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -172,6 +174,8 @@ class Orchestrator:
         self.ids: list[str] = []
         self.turn = [0] * len(scenario.stages)
         self.number = 0
+        # The server of those who come over HTTP.
+        self.web: "web.Web | None" = None
         # Frames on all sockets between the API process and the engines, but for 1-byte wake-ups.
         self.frames = 0
 
@@ -293,9 +297,29 @@ class Orchestrator:
     async def user(self, phase: int, index: int) -> None:
         """One user's request, from its arrival to its end or abort."""
         plan = self.scenario.phases[phase].requests[index]
+        if plan.web is not None:
+            await self.web.use(phase, index)
+            return
+        request = await self.begin(phase, index, time.time())
+        if plan.abort_after is not None:
+            await asyncio.sleep(plan.abort_after)
+            await self.give_up(request)
+
+    async def give_up(self, request: truth.Request) -> None:
+        """The user of a request goes away."""
+        if not request.over:
+            self.truth.failed(request, "client_disconnect")
+            await self._abort_rest(request)
+            self._forget(request)
+
+    async def begin(
+        self, phase: int, index: int, wall: float, heard: "asyncio.Queue[Any] | None" = None
+    ) -> truth.Request:
+        """A request that arrived at this time is given to the pipeline."""
+        plan = self.scenario.phases[phase].requests[index]
         self.number += 1
         name = sc.external_id(plan.prefix, phase, index, self.number)
-        request = truth.Request(f"{name}-{random.getrandbits(32):08x}", time.time(), {}, plan.stream)
+        request = truth.Request(f"{name}-{random.getrandbits(32):08x}", wall, {}, plan.stream, heard=heard)
         self.requests[request.id] = request
         if sc.has_payloads(self.scenario):
             self.ids.append(request.id)
@@ -306,12 +330,7 @@ class Orchestrator:
             # An engine may be lost in between. A later stage would wait for its payloads for ever.
             if not request.over:
                 await self._submit(request, stage)
-        if plan.abort_after is not None:
-            await asyncio.sleep(plan.abort_after)
-            if not request.over:
-                self.truth.failed(request, "client_disconnect")
-                await self._abort_rest(request)
-                self._forget(request)
+        return request
 
     async def _abort_rest(self, request: truth.Request) -> None:
         for stage, at in request.stages.items():
@@ -390,7 +409,9 @@ class Api:
     def run(self, started: threading.Event) -> None:
         """The orchestrator thread."""
         try:
-            asyncio.run(self._main(started))
+            # As the real server.
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._main(started))
         except asyncio.CancelledError:
             self.ended_well = True
         finally:
@@ -422,7 +443,11 @@ class Api:
         else:
             self.orchestrator = orchestrator = Orchestrator(self.scenario, truth.Log(self.log), 0)
             await self._start_engines(orchestrator)
-        say(event="ready", pid=os.getpid())
+            if web.is_used(self.scenario):
+                orchestrator.web = web.Web(orchestrator)
+                await orchestrator.web.start()
+        port = orchestrator.web.port if orchestrator is not None and orchestrator.web is not None else None
+        say(event="ready", pid=os.getpid(), port=port)
         number = 0
         while True:
             await self.go.get()

@@ -78,6 +78,20 @@ class Work(msgspec.Struct, forbid_unknown_fields=True):
     picture: Picture | None = None
 
 
+class Image(msgspec.Struct, forbid_unknown_fields=True):
+    """What a diffusion stage inside the API process makes of a request."""
+
+    width: int = 64
+    height: int = 64
+    n: int = 1
+    steps: int = 20
+    # How long it takes.
+    ms: float = 50.0
+    peak_memory_mb: float | None = None
+    # It fails instead.
+    fails: bool = False
+
+
 class Request(msgspec.Struct, forbid_unknown_fields=True):
     """A request of a user."""
 
@@ -87,6 +101,10 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: int | None = None
     # A streamed response: the stages are asked for what is new, else for the whole in the end.
     stream: bool = True
+    # It comes over HTTP (web.py): "pcm", "wav", "events", "socket" (streamed speech), "whole" (with `stream` false),
+    # "refused", or "image". Else the API process makes it up.
+    web: str | None = None
+    image: Image | None = None
     # Seconds from the start of the phase.
     at: float = 0.0
     # The user goes away this many seconds later.
@@ -157,7 +175,7 @@ def load(path: str) -> Scenario:
             for stage, work in zip(scenario.stages, request.stages, strict=True):
                 if stage.kind == "diffusion" and work.picture is None:
                     work.picture = Picture()
-            if request.stages[-1].payloads:
+            if request.stages and request.stages[-1].payloads:
                 raise ValueError(f"{path}: the last stage has nobody to hand payloads to")
     return scenario
 

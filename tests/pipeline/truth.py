@@ -7,6 +7,7 @@ One JSON object a line: `t` CLOCK_MONOTONIC seconds, `family`, `labels` without 
 for histograms (absent for counters). A reader adds them up, from a point in time on where it likes.
 """
 
+import asyncio
 import json
 import time
 from typing import Any, TextIO
@@ -74,6 +75,9 @@ class Request(msgspec.Struct):
     stages: dict[int, AtStage]
     stream: bool
     over: bool = False
+    # Of a request over HTTP: samples as they come, None at the end, or what went wrong. It is told there when audio
+    # is written.
+    heard: asyncio.Queue[int | Exception | None] | None = None
 
 
 class Truth:
@@ -142,7 +146,9 @@ class Truth:
         frames = shape[-1]
         _, _, rate = tensors["sr"]
         at.rate = int.from_bytes(rate.data, "little")
-        if frames and not at.frames and request.stream:
+        if request.heard is not None:
+            request.heard.put_nowait(frames)
+        elif frames and not at.frames and request.stream:
             labels = {"stage": stage, "replica": at.replica}
             self.log.observe("vllm_omni:audio_ttfp_s", labels, wall(timestamp) - request.arrival)
         at.frames += frames
@@ -213,6 +219,8 @@ class Truth:
     def complete(self, request: Request, reason: str) -> None:
         """The request has ended at its last stage, with a result."""
         request.over = True
+        if request.heard is not None:
+            request.heard.put_nowait(None)
         if not self.omni:
             return
         at = request.stages[self.last_stage]
@@ -233,7 +241,7 @@ class Truth:
         self.log.add("vllm_omni:audio_frames_total", labels, at.frames)
         self.log.observe("vllm_omni:audio_duration_s", labels, duration)
         self.log.observe("vllm_omni:audio_rtf", labels, generation / duration)
-        if not request.stream:
+        if not request.stream or request.heard is not None:
             return
         underrun = worst_underrun(at.chunks, at.rate)
         self.log.observe("vllm_omni:audio_underrun_s", labels, underrun)
@@ -243,6 +251,8 @@ class Truth:
     def failed(self, request: Request, reason: str) -> None:
         """The request has ended without a result."""
         request.over = True
+        if request.heard is not None:
+            request.heard.put_nowait(RuntimeError(reason))
         if self.omni:
             self.log.add("vllm_omni:requests_failed_total", {"reason": reason})
             self.log.add("vllm_omni:requests_success_total", {"finished_reason": "abort"})

@@ -75,6 +75,7 @@ pub struct Pipeline {
     events: Receiver<Value>,
     dir: TempDir,
     engines: BTreeMap<(u64, u64), u32>,
+    port: Option<u16>,
 }
 
 impl Pipeline {
@@ -119,8 +120,10 @@ impl Pipeline {
             events,
             dir,
             engines: BTreeMap::new(),
+            port: None,
         };
-        pipeline.wait("ready")?;
+        let ready = pipeline.wait("ready")?;
+        pipeline.port = ready["port"].as_u64().map(u16::try_from).transpose()?;
         Ok(pipeline)
     }
 
@@ -179,6 +182,13 @@ impl Pipeline {
     #[must_use]
     pub fn engine(&self, stage: u64, replica: u64) -> Option<u32> {
         self.engines.get(&(stage, replica)).copied()
+    }
+
+    /// Asks its HTTP server, which there is for a scenario with users over HTTP, whether it is well.
+    pub fn ask_health(&self) -> Result<()> {
+        let port = self.port.context("nobody comes over HTTP")?;
+        ureq::get(&format!("http://127.0.0.1:{port}/health")).call()?;
+        Ok(())
     }
 
     /// Its command line.

@@ -188,6 +188,95 @@ fn attached_after_start(#[case] name: &str, #[case] flags: &[&str]) -> Result<()
     pipeline.stop()
 }
 
+/// A request over HTTP.
+fn over_http(at: f64, web: &str, talk: &Value, speak: &Value) -> Value {
+    json!({"at": at, "web": web, "stream": web != "whole", "max_tokens": 64, "stages": [talk, speak]})
+}
+
+/// Waits until the agent sees what passes on the pipeline's HTTP connections.
+fn seen_over_http(agent: &Agent, pipeline: &Pipeline) -> Result<()> {
+    let scrape = agent.scrape_until(FOUND, |scrape| {
+        let source = [("family", "vllm_omni:audio_ttfp_s"), ("source", "http")];
+        pipeline.ask_health().is_ok() && scrape.sum("omnitap_source_state", &source) > 0.0
+    })?;
+    let source = [("family", "vllm_omni:audio_ttfp_s"), ("source", "http")];
+    ensure!(
+        scrape.sum("omnitap_source_state", &source) > 0.0,
+        "no connection is seen:\n{}\n{}",
+        agent.log(),
+        own(&scrape)
+    );
+    Ok(())
+}
+
+#[test]
+fn speech_over_http() -> Result<()> {
+    let Some(_turn) = omnitap_tests::privileged()? else {
+        return Ok(());
+    };
+    let late = json!({"finish": "stop", "chunks": [{"frames": 0}, {"frames": 2400}, {"frames": 2400, "steps": 20}]});
+    let long = json!({"chunks": [{"frames": 2400}, {"frames": 2400, "steps": 200}]});
+    // The server learns that the client has left by the writes after it.
+    let many = json!({"chunks": [
+        {"frames": 2400}, {"frames": 2400, "steps": 20}, {"frames": 2400, "steps": 4}, {"frames": 2400, "steps": 4},
+        {"frames": 2400, "steps": 4}, {"frames": 2400, "steps": 400}
+    ]});
+    let failing = json!({"tokens": 10, "error_at": 5});
+    let mut left = over_http(1.6, "pcm", &plain_talk(4), &long);
+    left["abort_after"] = json!(1.0);
+    let mut left_socket = over_http(1.7, "socket", &plain_talk(4), &many);
+    left_socket["abort_after"] = json!(0.6);
+    let phases = json!([{"requests": [
+        over_http(0.0, "pcm", &plain_talk(6), &plain_speak()),
+        over_http(0.2, "wav", &plain_talk(6), &plain_speak()),
+        over_http(0.4, "events", &plain_talk(6), &plain_speak()),
+        over_http(0.6, "socket", &plain_talk(6), &plain_speak()),
+        over_http(0.8, "whole", &plain_talk(6), &plain_speak()),
+        over_http(1.0, "pcm", &plain_talk(6), &late),
+        over_http(1.2, "refused", &plain_talk(6), &plain_speak()),
+        over_http(1.4, "events", &failing, &plain_speak()),
+        over_http(1.5, "pcm", &failing, &plain_speak()),
+        left,
+        left_socket,
+        // One that comes by no connection is measured at its frames.
+        request(1.8, 1, &plain_talk(6), &plain_speak()),
+    ]}]);
+    let mut pipeline = Pipeline::start(Options::omni("over_http"), &speech(&phases))?;
+    let agent = Agent::start(&[])?;
+    found(&agent, &pipeline, &tapped(&pipeline))?;
+    seen_over_http(&agent, &pipeline)?;
+    pipeline.play()?;
+    let scrape = agree(&agent, || pipeline.truth())?;
+    assert_eq!(scrape.sum("omnitap_api_breaks_total", &[]), 0.0);
+    assert_eq!(scrape.sum("omnitap_api_requests_total", &[("result", "client_error")]), 1.0);
+    rest(&agent, &pipeline)?;
+    pipeline.stop()
+}
+
+#[test]
+fn images_of_a_stage_inside_the_api_process() -> Result<()> {
+    let Some(_turn) = omnitap_tests::privileged()? else {
+        return Ok(());
+    };
+    let image = |at: f64, image: &Value| json!({"at": at, "web": "image", "image": image, "stages": []});
+    let scenario = json!({"stages": [], "phases": [{"requests": [
+        image(0.0, &json!({"width": 8, "height": 8, "peak_memory_mb": 100.5})),
+        // Far more than is captured of a call, and than a socket takes at once.
+        image(0.2, &json!({"width": 1024, "height": 1024, "n": 2, "steps": 4, "ms": 100, "peak_memory_mb": 200.5})),
+        image(0.8, &json!({"fails": true})),
+    ]}]});
+    let mut pipeline = Pipeline::start(Options::omni("inline_images"), &scenario)?;
+    let agent = Agent::start(&[])?;
+    found(&agent, &pipeline, &[pipeline.pid()])?;
+    seen_over_http(&agent, &pipeline)?;
+    pipeline.play()?;
+    let scrape = agree(&agent, || pipeline.truth())?;
+    let peak = [("model_name", pipeline.options().model.as_str()), ("stage", "0")];
+    assert_eq!(scrape.get("vllm_omni:peak_memory_mb", &peak), Some(200.5));
+    rest(&agent, &pipeline)?;
+    pipeline.stop()
+}
+
 #[test]
 fn gauges_while_requests_are_open() -> Result<()> {
     let Some(_turn) = omnitap_tests::privileged()? else {

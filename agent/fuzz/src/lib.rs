@@ -2,7 +2,7 @@
 
 use omnitap::{
     host::identity::{Flavor, Role, Versions},
-    wire::{assemble::Decoder, frame::Frame},
+    wire::{assemble::Decoder, frame::Frame, http::HttpEvent},
 };
 
 /// The process that sends.
@@ -54,6 +54,35 @@ pub fn parts(mut data: &[u8]) -> impl Iterator<Item = Frame<'_>> {
             aux: flags & 2 != 0,
             head,
             tail,
+        })
+    })
+}
+
+/// Calls on four connections: each has what it is and on which one, the lengths of head and tail, and the number of
+/// bytes between them that were not captured, in steps of 64.
+pub fn calls(mut data: &[u8]) -> impl Iterator<Item = HttpEvent<'_>> {
+    let mut time_ns = 0;
+    std::iter::from_fn(move || {
+        let ([what, head, tail, lost], rest) = data.split_first_chunk()?;
+        time_ns += 1_000_000;
+        let (pid, tid, fd) = (PID, PID, i32::from(what >> 3 & 3));
+        let what = what & 7;
+        if what < 3 {
+            data = rest;
+            return Some(match what {
+                0 => HttpEvent::Accepted { pid, tid, fd, time_ns },
+                1 => HttpEvent::Failed { pid, tid, fd, time_ns, errno: i32::from(*head) },
+                _ => HttpEvent::Closed { pid, tid, fd, time_ns },
+            });
+        }
+        let (head, rest) = rest.split_at((usize::from(*head) * 2).min(rest.len()));
+        let (tail, rest) = rest.split_at(usize::from(*tail).min(rest.len()));
+        data = rest;
+        let size = (head.len() + tail.len()) as u64 + u64::from(*lost) * 64;
+        Some(if what % 2 == 0 {
+            HttpEvent::Received { pid, tid, fd, time_ns, size, head, tail }
+        } else {
+            HttpEvent::Sent { pid, tid, fd, time_ns, size, head, tail }
         })
     })
 }

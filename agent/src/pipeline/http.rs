@@ -11,7 +11,7 @@ use rustc_hash::FxHashMap;
 
 use super::{
     labels::Failure,
-    sink::{ScopeId, Sink},
+    sink::{ScopeId, Sink, Subject},
     state::{Environment, PipelineState},
     streams::Stream,
 };
@@ -328,6 +328,15 @@ impl PipelineState {
         exchange.map_or(Client::Unknown, |id| self.exchanges.client(id))
     }
 
+    /// What samples of an exchange's request are about.
+    pub(super) fn subject<'a>(&self, joined: &'a Joined) -> Subject<'a> {
+        Subject {
+            pipeline: self.pipeline.id,
+            request: &joined.id,
+            serial: joined.serial,
+        }
+    }
+
     /// A request is over: what its exchange needs of it is kept there.
     pub(super) fn request_over(&mut self, exchange: ExchangeId, place: Option<AudioPlace>) {
         let Some(known) = self.exchanges.get_mut(exchange) else {
@@ -352,7 +361,7 @@ impl PipelineState {
         let Some(mut exchange) = self.exchanges.by_id.remove(&id) else {
             return;
         };
-        self.stream_ended(&mut exchange, end, time_ns, environment, sink);
+        self.stream_ended(&exchange, end, time_ns, environment, sink);
         if exchange.endpoint.gives_images() {
             self.images_ended(&exchange, end, environment, sink);
         }

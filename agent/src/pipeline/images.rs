@@ -122,11 +122,11 @@ impl PipelineState {
             return;
         };
         let none = ExtraId::NONE;
-        let gen_s = seconds(gen_ms);
+        let generation = seconds(gen_ms);
         let diffusion = environment.labels.stage_type_diffusion;
-        sink.observe(Family::OmniStageGenTimeS, scope, diffusion, gen_s, 1);
+        sink.observe(Family::OmniStageGenTimeS, scope, diffusion, generation, 1);
         // One result is all that such a stage gives, so its first image comes with its end.
-        let first_s = images.first_image_ms.map_or(gen_s, seconds);
+        let first_s = images.first_image_ms.map_or(generation, seconds);
         sink.observe(Family::OmniImageTtfpS, scope, none, first_s, 1);
         if let Some(peak_mb) = images.peak_memory_mb {
             sink.set(Family::OmniPeakMemoryMb, scope, none, peak_mb);
@@ -137,8 +137,8 @@ impl PipelineState {
         if let Some(denoise_s) = images.denoise_s {
             sink.observe(Family::OmniDiffusionForwardS, scope, none, denoise_s, 1);
             if let Some(steps) = steps {
-                let step_s = denoise_s / f64::from(steps);
-                sink.observe(Family::OmniDenoiseStepLatencyS, scope, none, step_s, 1);
+                let each_s = denoise_s / f64::from(steps);
+                sink.observe(Family::OmniDenoiseStepLatencyS, scope, none, each_s, 1);
             }
         }
     }

@@ -42,7 +42,9 @@ impl PipelineState {
             return;
         }
         let (asked_ns, ask, endpoint) = (exchange.asked_ns, exchange.ask, exchange.endpoint);
+        let joined = exchange.joined.clone();
         let place = self.audio_of(id);
+        sink.about(joined.as_ref().map(|joined| self.subject(joined)));
         let scope = match place {
             Ok(place) => {
                 let seconds = seconds_between(asked_ns, time_ns);
@@ -54,6 +56,7 @@ impl PipelineState {
                 None
             }
         };
+        sink.about(None);
         // Samples without a header have the rate that the client asked for, else that of their stage.
         let asked_rate = ask.sample_rate.filter(|_| endpoint == Endpoint::Speech);
         let sample_rate = chunk
@@ -127,7 +130,20 @@ impl PipelineState {
     /// An exchange is over: its stream is complete, or was given up.
     pub(super) fn stream_ended<S: Sink + ?Sized>(
         &mut self,
-        exchange: &mut Exchange,
+        exchange: &Exchange,
+        end: End,
+        time_ns: u64,
+        environment: &Environment,
+        sink: &mut S,
+    ) {
+        sink.about(exchange.joined.as_ref().map(|joined| self.subject(joined)));
+        self.stream_samples(exchange, end, time_ns, environment, sink);
+        sink.about(None);
+    }
+
+    fn stream_samples<S: Sink + ?Sized>(
+        &mut self,
+        exchange: &Exchange,
         end: End,
         time_ns: u64,
         environment: &Environment,

@@ -19,6 +19,10 @@ use omnitap::{
     },
     wire::{
         control::Control,
+        http::{
+            connections::News,
+            note::{Ask, AudioChunk, End, Endpoint, ExchangeId, Note},
+        },
         message::{
             Add, EngineOutputs, Events, FinishReason, Message, Output, OutputKind, PrefillStats,
             SchedulerStats,
@@ -323,6 +327,49 @@ impl Play {
         control: Control<'_>,
     ) {
         self.send_on(at_ms, pid, socket, &Message::Connector { control, peer });
+    }
+
+    /// News of an exchange with the API server.
+    pub fn http(&mut self, at_ms: u64, exchange: u64, note: Note) {
+        let news = News {
+            pid: API,
+            exchange: ExchangeId(exchange),
+            time_ns: at_ms * MS,
+            note,
+        };
+        self.tracker.http(&news, &mut self.sink);
+    }
+
+    /// A request was read by the API server.
+    pub fn asks(&mut self, at_ms: u64, exchange: u64, endpoint: Endpoint, ask: Ask) {
+        let asked = Note::Asked {
+            endpoint,
+            request_id: None,
+        };
+        self.http(at_ms, exchange, asked);
+        self.http(at_ms, exchange, Note::Read(ask));
+    }
+
+    /// The API server wrote the head of an answer.
+    pub fn answers(&mut self, at_ms: u64, exchange: u64, status: u16, streams_speech: bool) {
+        let answered = Note::Answered {
+            status,
+            streams_speech,
+        };
+        self.http(at_ms, exchange, answered);
+    }
+
+    /// The API server wrote samples.
+    pub fn writes(&mut self, at_ms: u64, exchange: u64, bytes: u64) {
+        let chunk = AudioChunk {
+            bytes,
+            ..AudioChunk::default()
+        };
+        self.http(at_ms, exchange, Note::Audio(chunk));
+    }
+
+    pub fn ends(&mut self, at_ms: u64, exchange: u64, end: End) {
+        self.http(at_ms, exchange, Note::Ended(end));
     }
 
     pub fn tick(&mut self, at_ms: u64) {

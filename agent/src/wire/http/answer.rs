@@ -5,12 +5,13 @@ use super::{
     head::{AnswerHead, Media, id},
     json::{Fields, Value},
     note::{AudioChunk, Endpoint, ImageAnswer, Note},
+    redact::Zone,
     request::size,
     stretch::{Part, Stretch},
 };
 
 /// Bytes in front of the samples of a streamed WAV file.
-const WAV_HEADER: usize = 44;
+pub(super) const WAV_HEADER: usize = 44;
 
 /// Bytes that are kept of an event's ends.
 const MAX_EVENT_FIRST: usize = 768;
@@ -96,6 +97,18 @@ impl Content {
         }
     }
 
+    /// What the next bytes of the body are, for a recording.
+    pub(super) fn zone(&self) -> Option<Zone> {
+        Some(match self {
+            Self::Ignored | Self::Files => return None,
+            Self::Raw(raw) => Zone::Samples {
+                header: raw.header_left,
+            },
+            Self::Events(events) => Zone::Events(events.event.before()),
+            Self::Json(ends) => Zone::Json(ends.before()),
+        })
+    }
+
     /// The body will not be complete.
     pub(super) fn cut(&mut self, found: &mut Vec<Found>) {
         if let Self::Raw(raw) = self {
@@ -139,7 +152,8 @@ impl Raw {
                     match part {
                         Part::Known(known) => bytes.extend_from_slice(known),
                         Part::Gap(gap) => {
-                            bytes.resize(bytes.len() + usize::try_from(gap).unwrap_or(0).min(WAV_HEADER), 0)
+                            let gap = usize::try_from(gap).unwrap_or(0).min(WAV_HEADER);
+                            bytes.resize(bytes.len() + gap, 0);
                         }
                     }
                 }

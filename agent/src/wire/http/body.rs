@@ -48,6 +48,18 @@ pub(super) enum Step<'a> {
     Broken,
 }
 
+impl Step<'_> {
+    /// Where the content begins in what a step took off `before`, leaving `after`: the lines in front of a chunk go
+    /// with it.
+    pub(super) fn data_of<'a>(self, before: Stretch<'a>, after: Stretch<'a>) -> Stretch<'a> {
+        let Self::Data(data) = self else {
+            return after;
+        };
+        let taken = before.len() - after.len();
+        before.split(taken - data.len()).1
+    }
+}
+
 impl Body {
     pub(super) fn chunked() -> Self {
         Self::Chunked(Chunk::Size(Vec::new()))

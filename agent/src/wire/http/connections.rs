@@ -11,6 +11,7 @@ use super::{
     ends::Ends,
     head::{AnswerHead, Collected, Form, HeadBuffer, Opening, RequestHead, is_answer},
     note::{Ask, End, Endpoint, ExchangeId, Note},
+    redact::{Trace, Zone},
     request,
     socket::{Frames, Heard, Said},
     stretch::Stretch,
@@ -168,9 +169,20 @@ struct Out<'a> {
     time_ns: u64,
     shared: &'a mut Shared,
     news: &'a mut Vec<News>,
+    /// Of a call that is walked through to be blanked.
+    trace: Option<&'a mut Trace>,
 }
 
 impl Out<'_> {
+    /// Marks what `input` has before `rest`.
+    fn mark(&mut self, input: Stretch<'_>, rest: Stretch<'_>, zone: impl FnOnce() -> Option<Zone>) {
+        if let Some(trace) = &mut self.trace
+            && let Some(zone) = zone()
+        {
+            trace.mark(input, rest, zone);
+        }
+    }
+
     fn tell(&mut self, exchange: ExchangeId, time_ns: u64, note: Note) {
         self.news.push(News {
             pid: self.pid,
@@ -222,6 +234,7 @@ impl Connections {
             time_ns,
             shared,
             news,
+            trace: None,
         };
         match *event {
             HttpEvent::Accepted { .. } => {
@@ -268,6 +281,42 @@ impl Connections {
         }
     }
 
+    /// Blanks what a call carries, for a recording, but for what is read of it. To be called before [`Self::event`] is.
+    pub fn redact(&self, event: &HttpEvent<'_>, head: &mut [u8], tail: &mut [u8]) {
+        let (HttpEvent::Received {
+            size,
+            head: first,
+            tail: last,
+            ..
+        }
+        | HttpEvent::Sent {
+            size,
+            head: first,
+            tail: last,
+            ..
+        }) = *event
+        else {
+            return;
+        };
+        let known = self.open.get(&(event.pid(), event.fd()));
+        let mut connection = known.map_or_else(|| Connection::new(0), |known| (**known).clone());
+        let mut trace = Trace::new(size);
+        let mut out = Out {
+            pid: event.pid(),
+            time_ns: event.time_ns(),
+            shared: &mut Shared::default(),
+            news: &mut Vec::new(),
+            trace: Some(&mut trace),
+        };
+        let input = Stretch::new(size, first, last);
+        if matches!(event, HttpEvent::Sent { .. }) {
+            connection.sent(input, &mut out);
+        } else if known.is_some() || Opening::is_request(input.start()) {
+            connection.received(input, &mut out);
+        }
+        trace.blank(head, tail);
+    }
+
     /// A process ended, and its connections with it.
     pub fn process_gone(&mut self, pid: u32, time_ns: u64, news: &mut Vec<News>) {
         let Self { open, shared } = self;
@@ -276,6 +325,7 @@ impl Connections {
             time_ns,
             shared,
             news,
+            trace: None,
         };
         open.retain(|(of, _), connection| {
             if *of == pid {
@@ -296,6 +346,7 @@ impl Connections {
                     time_ns: now_ns,
                     shared,
                     news,
+                    trace: None,
                 });
             }
             !is_idle
@@ -319,7 +370,7 @@ fn insert<'c>(
     )
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Connection {
     inward: Inward,
     outward: Outward,
@@ -330,7 +381,7 @@ struct Connection {
     last_ns: u64,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 enum Inward {
     Head(HeadBuffer),
     Body(Body),
@@ -341,7 +392,7 @@ enum Inward {
     Ignored,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 enum Outward {
     Head(HeadBuffer),
     Body {
@@ -356,7 +407,7 @@ enum Outward {
 }
 
 /// A request whose answer is not complete.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Pending {
     exchange: ExchangeId,
     endpoint: Endpoint,
@@ -368,7 +419,7 @@ struct Pending {
 }
 
 /// A sentence that is being spoken on a WebSocket.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Sentence {
     exchange: ExchangeId,
     streams: bool,
@@ -411,7 +462,8 @@ impl Connection {
                 Inward::Lost | Inward::Ignored => return,
                 Inward::Socket(frames) => {
                     let mut heard = Vec::new();
-                    let is_whole = frames.take(out.time_ns, input, &mut heard).is_ok();
+                    let trace = out.trace.as_deref_mut();
+                    let is_whole = frames.take(out.time_ns, input, &mut heard, trace).is_ok();
                     self.client_left |= heard.iter().any(|heard| matches!(heard, Heard::Close));
                     // All that matters of a client is whether it says goodbye.
                     if !is_whole {
@@ -420,21 +472,33 @@ impl Connection {
                     }
                     return;
                 }
-                Inward::Body(body) => match body.step(&mut input) {
-                    Step::Data(data) => {
-                        if let Some(Pending {
-                            body: Some((_, ends)),
-                            ..
-                        }) = self.pending.back_mut()
-                        {
-                            ends.push(data);
+                Inward::Body(body) => {
+                    let before = input;
+                    let step = body.step(&mut input);
+                    let at_data = step.data_of(before, input);
+                    out.mark(before, at_data, || Some(Zone::Framing));
+                    match step {
+                        Step::Data(data) => {
+                            if let Some(Pending {
+                                body: Some((form, ends)),
+                                ..
+                            }) = self.pending.back_mut()
+                            {
+                                out.mark(at_data, input, || {
+                                    Some(match form {
+                                        Form::Json => Zone::Json(ends.before()),
+                                        Form::Multipart => Zone::Form,
+                                    })
+                                });
+                                ends.push(data);
+                            }
                         }
+                        Step::ChunkEnd => {}
+                        Step::End => self.request_read(out),
+                        Step::More => return,
+                        Step::Broken => return self.broken(out),
                     }
-                    Step::ChunkEnd => {}
-                    Step::End => self.request_read(out),
-                    Step::More => return,
-                    Step::Broken => return self.broken(out),
-                },
+                }
                 Inward::Head(head) => {
                     if head.is_empty() {
                         let start = input.start();
@@ -451,7 +515,10 @@ impl Connection {
                             Opening::Other => return self.broken(out),
                         }
                     }
-                    let (read, rest) = match head.take(input) {
+                    let before = out.trace.is_some().then(|| head.bytes().to_vec());
+                    let collected = head.take(input);
+                    out.mark(input, collected.rest(), || before.map(Zone::Head));
+                    let (read, rest) = match collected {
                         Collected::More => return,
                         Collected::TooLong => return self.broken(out),
                         Collected::Whole(rest) => (RequestHead::read(head), rest),
@@ -555,7 +622,8 @@ impl Connection {
                 }
                 Outward::Socket(frames) => {
                     let mut heard = Vec::new();
-                    let is_whole = frames.take(out.time_ns, input, &mut heard).is_ok();
+                    let trace = out.trace.as_deref_mut();
+                    let is_whole = frames.take(out.time_ns, input, &mut heard, trace).is_ok();
                     self.heard(&heard, out);
                     if !is_whole {
                         self.socket_broken(out);
@@ -571,7 +639,10 @@ impl Connection {
                     if head.is_empty() && start.len() >= 12 && !is_answer(start) {
                         return self.broken(out);
                     }
-                    let rest = match head.take(input) {
+                    let before = out.trace.is_some().then(|| head.bytes().to_vec());
+                    let collected = head.take(input);
+                    out.mark(input, collected.rest(), || before.map(Zone::Head));
+                    let rest = match collected {
                         Collected::More => return,
                         Collected::TooLong | Collected::Cut(_) => return self.broken(out),
                         Collected::Whole(rest) => rest,
@@ -584,7 +655,11 @@ impl Connection {
                 }
                 Outward::Body { body, content } => {
                     let mut found = Vec::new();
+                    let before = input;
                     let step = body.step(&mut input);
+                    let at_data = step.data_of(before, input);
+                    out.mark(before, at_data, || Some(Zone::Framing));
+                    out.mark(at_data, input, || content.zone());
                     match step {
                         Step::Data(data) => content.data(out.time_ns, data, &mut found),
                         Step::ChunkEnd => content.chunk_end(&mut found),

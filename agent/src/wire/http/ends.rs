@@ -94,6 +94,12 @@ impl Ends {
         }
     }
 
+    /// All of it so far, where that is known.
+    pub(super) fn before(&self) -> Option<Vec<u8>> {
+        let known = self.known();
+        known.tail.is_none().then(|| known.head.into_owned())
+    }
+
     pub(super) fn clear(&mut self) {
         self.first.clear();
         self.last.clear();

@@ -32,6 +32,16 @@ pub(super) enum Collected<'a> {
     TooLong,
 }
 
+impl<'a> Collected<'a> {
+    /// What follows the bytes that were taken.
+    pub(super) fn rest(self) -> Stretch<'a> {
+        match self {
+            Self::Whole(rest) | Self::Cut(rest) => rest,
+            Self::More | Self::TooLong => Stretch::default(),
+        }
+    }
+}
+
 impl HeadBuffer {
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()

@@ -75,9 +75,8 @@ impl<'a> Fields<'a> {
         }
         let mut fields = head.fields;
         let (inside, outside) = (Scan::resumed(tail, true), Scan::resumed(tail, false));
-        let scan = match (inside, outside) {
-            (Some(scan), None) | (None, Some(scan)) => scan,
-            _ => return Self(fields),
+        let ((Some(scan), None) | (None, Some(scan))) = (inside, outside) else {
+            return Self(fields);
         };
         // The string that is open where the head ends is the one that ends in the tail.
         if let (Some((key, depth, from)), Some(end)) = (head.open, scan.resumed_to) {
@@ -264,7 +263,7 @@ impl<'a> Scan<'a> {
 }
 
 /// The quote that ends a string whose bytes begin at `from`.
-fn string_end(bytes: &[u8], from: usize) -> Option<usize> {
+pub(super) fn string_end(bytes: &[u8], from: usize) -> Option<usize> {
     let mut at = from;
     loop {
         match bytes.get(at)? {

@@ -11,6 +11,7 @@ mod ends;
 mod head;
 mod json;
 pub mod note;
+mod redact;
 
 mod request;
 mod socket;

@@ -5,6 +5,7 @@ use super::{
     ends::Ends,
     json::{Fields, Value},
     note::AudioChunk,
+    redact::{Trace, Zone},
     stretch::Stretch,
 };
 
@@ -114,13 +115,18 @@ impl Frames {
         time_ns: u64,
         mut input: Stretch<'_>,
         heard: &mut Vec<Heard>,
+        mut trace: Option<&mut Trace>,
     ) -> Result<(), NoFrame> {
         loop {
             let Some(mut frame) = self.frame else {
                 if input.is_empty() {
                     return Ok(());
                 }
-                input = self.header(time_ns, input)?;
+                let rest = self.header(time_ns, input)?;
+                if let Some(trace) = &mut trace {
+                    trace.mark(input, rest, Zone::Framing);
+                }
+                input = rest;
                 continue;
             };
             if frame.left > 0 {
@@ -128,6 +134,11 @@ impl Frames {
                     return Ok(());
                 }
                 let (payload, rest) = input.split(frame.left);
+                if let Some(trace) = &mut trace
+                    && self.keeps_text(&frame)
+                {
+                    trace.mark(input, rest, Zone::Json(self.text.before()));
+                }
                 self.payload(&frame, payload);
                 frame.left -= payload.len();
                 frame.passed += payload.len();
@@ -238,10 +249,14 @@ impl Frames {
             return;
         }
         self.bytes = self.bytes.saturating_add(payload.len());
-        // Nothing of a client's texts is needed.
-        if self.message == Some(Message::Text) && frame.mask.is_none() {
+        if self.keeps_text(frame) {
             self.text.push(payload);
         }
+    }
+
+    /// Nothing of a client's texts is needed.
+    fn keeps_text(&self, frame: &Frame) -> bool {
+        self.message == Some(Message::Text) && frame.mask.is_none() && !frame.opcode.is_control()
     }
 
     fn frame_end(&mut self, frame: &Frame, heard: &mut Vec<Heard>) {
@@ -337,7 +352,7 @@ mod tests {
     /// Messages as `t12`, `b30`, `close`.
     fn heard(frames: &mut Frames, input: Stretch<'_>) -> Result<Vec<String>, NoFrame> {
         let mut heard = Vec::new();
-        frames.take(7, input, &mut heard)?;
+        frames.take(7, input, &mut heard, None)?;
         Ok(heard
             .iter()
             .map(|message| match message {
