@@ -163,6 +163,7 @@ impl Observer {
                     Some(watched) => watched.pipeline = pipeline.clone(),
                     None => {
                         self.pipelines.insert(id, Watched::new(pipeline.clone()));
+                        self.merge.set_blind(id, true);
                     }
                 }
                 // News of versions concern the layouts of processes that are known already.
@@ -239,7 +240,9 @@ impl Observer {
         let decoded = self.decoder.frame(frame);
         count(&mut self.frames, &self.own, decoded.kind, decoded.result);
         if let Some(watched) = self.pipelines.get_mut(&process.pipeline) {
-            watched.frame_ns = Some(frame.time_ns);
+            if watched.frame_ns.replace(frame.time_ns).is_none() {
+                self.merge.set_blind(process.pipeline, false);
+            }
             watched.unknown_layout |= decoded.result == FrameResult::UnknownLayout;
             if let Content::Message {
                 message: Message::Outputs(outputs),
