@@ -159,12 +159,11 @@ impl Observer {
             Change::Pipeline(pipeline) => {
                 self.stats.pipeline(pipeline);
                 let id = pipeline.id;
-                match self.pipelines.get_mut(&id) {
-                    Some(watched) => watched.pipeline = pipeline.clone(),
-                    None => {
-                        self.pipelines.insert(id, Watched::new(pipeline.clone()));
-                        self.merge.set_blind(id, true);
-                    }
+                if let Some(watched) = self.pipelines.get_mut(&id) {
+                    watched.pipeline = pipeline.clone();
+                } else {
+                    self.pipelines.insert(id, Watched::new(pipeline.clone()));
+                    self.merge.set_blind(id, true);
                 }
                 // News of versions concern the layouts of processes that are known already.
                 let members: Vec<Process> = self

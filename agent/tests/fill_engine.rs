@@ -98,13 +98,15 @@ fn value(observer: &Observer, sample: &str) -> Option<f64> {
 
 fn waits(up_to_half: u32, all: u32, sum: f64) -> String {
     let labels = r#"model_name="path/m""#;
-    [0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0]
-        .iter()
-        .map(|bound| {
-            let count = if *bound < 0.5 { up_to_half } else { all };
-            format!("vllm_omni:request_queue_wait_s_bucket{{le=\"{bound:?}\",{labels}}} {count}.0\n")
-        })
-        .collect::<String>()
+    [
+        0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0,
+    ]
+    .iter()
+    .map(|bound| {
+        let count = if *bound < 0.5 { up_to_half } else { all };
+        format!("vllm_omni:request_queue_wait_s_bucket{{le=\"{bound:?}\",{labels}}} {count}.0\n")
+    })
+    .collect::<String>()
         + &format!(
             "vllm_omni:request_queue_wait_s_bucket{{le=\"+Inf\",{labels}}} {all}.0\n\
              vllm_omni:request_queue_wait_s_count{{{labels}}} {all}.0\n\
@@ -171,7 +173,11 @@ fn zero_is_no_measurement_before_something_else_was() {
 fn a_tap_that_sees_nothing_does_not_stand_in_the_way() {
     let mut observer = unseen(Flavor::Omni);
     observer.tick(1);
-    assert_eq!(value(&observer, GAUGE), Some(0.0), "the tap's word, for want of another");
+    assert_eq!(
+        value(&observer, GAUGE),
+        Some(0.0),
+        "the tap's word, for want of another"
+    );
     read(&mut observer, &gauge(3));
     observer.tick(2);
     assert_eq!(value(&observer, GAUGE), Some(3.0));
@@ -226,7 +232,10 @@ fn buckets_that_are_others_are_skipped() {
         r#"omnitap_samples_skipped_total{family="vllm_omni:num_inference_steps",reason="other_buckets"}"#;
     assert_eq!(value(&observer, skipped), Some(2.0));
     assert_eq!(
-        value(&observer, r#"vllm_omni:num_inference_steps_count{model_name="path/m"}"#),
+        value(
+            &observer,
+            r#"vllm_omni:num_inference_steps_count{model_name="path/m"}"#
+        ),
         Some(0.0)
     );
 }
@@ -286,7 +295,12 @@ fn gauges_of_a_server_that_answers_no_more_fall_away() {
     read(&mut observer, &(gauge(1) + &counter(3)));
     assert_eq!(value(&observer, GAUGE), Some(1.0));
     assert_eq!(value(&observer, COUNTER), Some(3.0));
-    for (result, count) in [("ok", 5.0), ("timeout", 1.0), ("connection", 1.0), ("unauthorized", 1.0)] {
+    for (result, count) in [
+        ("ok", 5.0),
+        ("timeout", 1.0),
+        ("connection", 1.0),
+        ("unauthorized", 1.0),
+    ] {
         let sample = format!("omnitap_engine_reads_total{{result=\"{result}\"}}");
         assert_eq!(value(&observer, &sample), Some(count), "{result}");
     }
@@ -409,7 +423,9 @@ fn a_recording_gives_the_same() {
         let sample = EngineSample {
             pipeline: ID,
             is_fresh: true,
-            outcome: Outcome::Read(parse(&(waits(count, count, 0.5) + &gauge(count) + &counter(count))).unwrap()),
+            outcome: Outcome::Read(
+                parse(&(waits(count, count, 0.5) + &gauge(count) + &counter(count))).unwrap(),
+            ),
         };
         observer.engine(&sample);
         writer

@@ -74,16 +74,13 @@ pub fn choose(listening: &[SocketAddr], asked: &Asked) -> Option<SocketAddr> {
 /// The address to connect to, for a socket that is bound to `bound`. `own_network`: it is in the agent's network
 /// namespace; `pod`: an address of its own namespace that is not loopback.
 pub fn reach(bound: SocketAddr, own_network: bool, pod: Option<IpAddr>) -> Result<SocketAddr, Failure> {
-    let ip = match (bound.ip(), own_network) {
-        (ip, true) if ip.is_unspecified() => match ip {
-            IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
-            // Python's servers bind such a socket for both, or for IPv6 alone.
-            IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
-        },
-        (ip, true) => ip,
-        (ip, false) if ip.is_unspecified() => pod.ok_or(Failure::OutOfReach)?,
-        (ip, false) if ip.is_loopback() => return Err(Failure::OutOfReach),
-        (ip, false) => ip,
+    let ip = match bound.ip() {
+        ip if ip.is_unspecified() && !own_network => pod.ok_or(Failure::OutOfReach)?,
+        ip if ip.is_loopback() && !own_network => return Err(Failure::OutOfReach),
+        IpAddr::V4(ip) if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
+        // Python's servers bind such a socket for both, or for IPv6 alone.
+        IpAddr::V6(ip) if ip.is_unspecified() => Ipv6Addr::LOCALHOST.into(),
+        ip => ip,
     };
     Ok(SocketAddr::new(ip, bound.port()))
 }

@@ -460,7 +460,8 @@ impl<'a> Merged<'a> {
                 return true;
             };
             let rank = |feed: Feed| {
-                let last = usize::from(feed == Feed::Tap && merge.blind.contains(&pipeline)) * Feed::ALL.len();
+                let last =
+                    usize::from(feed == Feed::Tap && merge.blind.contains(&pipeline)) * Feed::ALL.len();
                 Some(order.rank(feed)? + last)
             };
             let holder = held.by.and_then(|by| Some((by, rank(by)?)));
