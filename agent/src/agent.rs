@@ -774,7 +774,8 @@ impl Discovery {
                     .is_some_and(|pipeline| pipeline.flavor == Flavor::Omni);
                 match process.role {
                     Role::Coordinator if is_omni => {
-                        self.distributed.coordinator(process.pipeline, pid, process.parent);
+                        self.distributed
+                            .coordinator(process.pipeline, pid, process.parent);
                     }
                     Role::LlmStage {
                         stage: Some(stage),

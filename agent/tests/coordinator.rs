@@ -104,19 +104,44 @@ fn replicas_come_change_and_go() {
     let (local, remote) = ("10.0.0.1:1", "10.0.0.2:1");
     let both = vec![replica(local, 0, Up, 2), replica(remote, 1, Up, 5)];
     scene(&mut observer, "no list yet", 1, None);
-    scene(&mut observer, "a replica here, one elsewhere", 2, Some(list(100.0, both.clone())));
-    scene(&mut observer, "the same list again", 3, Some(list(100.0, both.clone())));
+    scene(
+        &mut observer,
+        "a replica here, one elsewhere",
+        2,
+        Some(list(100.0, both.clone())),
+    );
+    scene(
+        &mut observer,
+        "the same list again",
+        3,
+        Some(list(100.0, both.clone())),
+    );
     let old = vec![replica(local, 0, Error, 9)];
-    scene(&mut observer, "an older list comes late", 4, Some(list(99.0, old)));
+    scene(
+        &mut observer,
+        "an older list comes late",
+        4,
+        Some(list(99.0, old)),
+    );
     let malformed = CoordinatorSample {
         pipeline: ID,
         news: News::Malformed,
     };
     scene(&mut observer, "a message that is no list", 5, Some(malformed));
     let failed = vec![replica(local, 0, Down, 0), replica(remote, 1, Error, 5)];
-    scene(&mut observer, "one is shut down, one failed", 6, Some(list(101.0, failed)));
+    scene(
+        &mut observer,
+        "one is shut down, one failed",
+        6,
+        Some(list(101.0, failed)),
+    );
     let one = vec![replica(local, 0, Up, 1)];
-    scene(&mut observer, "one is no longer listed", 7, Some(list(102.0, one.clone())));
+    scene(
+        &mut observer,
+        "one is no longer listed",
+        7,
+        Some(list(102.0, one.clone())),
+    );
     scene(&mut observer, "no list for 15 s: its age is shown", 22, None);
     scene(&mut observer, "and longer: it counts no more", 23, None);
     scene(
@@ -125,7 +150,12 @@ fn replicas_come_change_and_go() {
         24,
         Some(list(7.0, one.clone())),
     );
-    scene(&mut observer, "what has gone is forgotten after ten minutes", 607, Some(list(8.0, one)));
+    scene(
+        &mut observer,
+        "what has gone is forgotten after ten minutes",
+        607,
+        Some(list(8.0, one)),
+    );
     observer.change(&Change::PipelineGone(ID), 608 * SECOND);
     scene(&mut observer, "the pipeline ends", 608, Some(list(9.0, both)));
     insta::assert_snapshot!(told);
@@ -136,7 +166,14 @@ fn a_list_without_end_is_cut() {
     let mut observer = observer();
     let many = |round: usize| -> Vec<Replica> {
         (0..4000)
-            .map(|at| replica(&format!("10.0.0.1:{}", at + round * 5000), 0, ReplicaStatus::Up, 1))
+            .map(|at| {
+                replica(
+                    &format!("10.0.0.1:{}", at + round * 5000),
+                    0,
+                    ReplicaStatus::Up,
+                    1,
+                )
+            })
             .collect()
     };
     for round in 0..3 {
@@ -167,7 +204,11 @@ fn a_recording_gives_the_same() {
 
 /// A publisher's greeting and READY.
 fn hello(socket_type: &[u8; 3]) -> Vec<u8> {
-    let ready = [b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03".as_slice(), socket_type].concat();
+    let ready = [
+        b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03".as_slice(),
+        socket_type,
+    ]
+    .concat();
     [zmtp::greeting().as_slice(), &ready].concat()
 }
 
@@ -260,7 +301,10 @@ fn the_real_coordinator_is_understood() {
     let files = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let python = files.join("target/realkit/venv/bin/python");
     if !python.exists() {
-        eprintln!("SKIPPED: no {}, which `cargo xtask real` installs", python.display());
+        eprintln!(
+            "SKIPPED: no {}, which `cargo xtask real` installs",
+            python.display()
+        );
         return;
     }
     let mut coordinator = Command::new(&python)
@@ -298,7 +342,10 @@ fn the_real_coordinator_is_understood() {
     let queues = |news: &News| -> Vec<(u32, Option<u64>)> {
         match news {
             News::List { list, .. } => {
-                let all = list.replicas.iter().map(|replica| (replica.stage_id, replica.queue_length));
+                let all = list
+                    .replicas
+                    .iter()
+                    .map(|replica| (replica.stage_id, replica.queue_length));
                 all.collect()
             }
             News::Malformed => panic!("malformed"),

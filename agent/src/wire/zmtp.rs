@@ -31,7 +31,11 @@ pub enum ZmtpError {
 pub fn greeting() -> [u8; GREETING] {
     let mut bytes = [0; GREETING];
     // Signature, version 3.0, mechanism. The rest, the role of a server among it, is 0.
-    let parts: [(usize, &[u8]); 3] = [(0, &[0xFF, 0, 0, 0, 0, 0, 0, 0, 0, 0x7F]), (10, &[3, 0]), (12, b"NULL")];
+    let parts: [(usize, &[u8]); 3] = [
+        (0, &[0xFF, 0, 0, 0, 0, 0, 0, 0, 0, 0x7F]),
+        (10, &[3, 0]),
+        (12, b"NULL"),
+    ];
     for (at, part) in parts {
         if let Some(place) = bytes.get_mut(at..at + part.len()) {
             place.copy_from_slice(part);
@@ -96,7 +100,9 @@ impl Frames {
             let Some((greeting, _)) = self.buffer.split_first_chunk::<GREETING>() else {
                 return Ok(None);
             };
-            let is_null = greeting.get(12..32).is_some_and(|name| name.starts_with(b"NULL\0"));
+            let is_null = greeting
+                .get(12..32)
+                .is_some_and(|name| name.starts_with(b"NULL\0"));
             let is_three = greeting.get(10).is_some_and(|major| *major >= 3);
             if !greeting.starts_with(&[0xFF]) || greeting.get(9) != Some(&0x7F) || !is_null || !is_three {
                 return Err(ZmtpError::Greeting);
@@ -180,13 +186,18 @@ mod tests {
         let mut bytes = peer();
         bytes.extend_from_slice(b"\x00\x02hi\x01\x01a\x00\x01b\x02\x00\x00\x00\x00\x00\x00\x00\x04long");
         let frames = all(&bytes).unwrap();
-        let Frame::Command(ready) = &frames[0] else { panic!() };
+        let Frame::Command(ready) = &frames[0] else {
+            panic!()
+        };
         assert_eq!(socket_type(ready), Some(&b"PUB"[..]));
         let part = Frame::Message {
             body: b"a".to_vec(),
             more: true,
         };
-        assert_eq!(frames[1..], [message(b"hi"), part, message(b"b"), message(b"long")]);
+        assert_eq!(
+            frames[1..],
+            [message(b"hi"), part, message(b"b"), message(b"long")]
+        );
     }
 
     #[test]
@@ -195,7 +206,9 @@ mod tests {
         bytes.extend_from_slice(READY);
         bytes.extend_from_slice(SUBSCRIBE);
         let frames = all(&bytes).unwrap();
-        let Frame::Command(ready) = &frames[0] else { panic!() };
+        let Frame::Command(ready) = &frames[0] else {
+            panic!()
+        };
         assert_eq!(socket_type(ready), Some(&b"SUB"[..]));
         assert_eq!(frames[1..], [message(&[1])]);
     }
