@@ -6,7 +6,8 @@
 //!                            v                              |
 //!                          host thread: /proc scans, roles -+-> attach thread: probes on, probes off
 //! gpu thread: NVML -> samples -> reader thread
-//! tokio: the engines' own metrics -> samples -> reader thread; HTTP, and a timer that copies the tap's own counters into omnitap_* families
+//! tokio: the engines' own metrics, coordinators' lists -> samples -> reader thread
+//! tokio: HTTP, and a timer that copies the tap's own counters into omnitap_* families
 //! ```
 
 use std::{
@@ -26,6 +27,10 @@ use tracing::{error, info, warn};
 
 use crate::{
     config::ModelName,
+    coordinator::{
+        sample::CoordinatorSample,
+        subscribe::{self, Members as Distributed, Settings as CoordinatorSettings},
+    },
     fill::{
         sample::EngineSample,
         scrape::{self, Servers, Settings as FillSettings},
@@ -86,6 +91,9 @@ const GPU_BACKLOG: usize = 4;
 /// Reads of engines' own metrics that may wait for the reader; one is some hundred kilobytes.
 const FILL_BACKLOG: usize = 2;
 
+/// Lists of replicas that may wait for the reader; a coordinator publishes ten a second at most.
+const COORDINATOR_BACKLOG: usize = 16;
+
 /// Why the agent can't start.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
@@ -110,6 +118,8 @@ pub struct Settings {
     pub gpu: Option<GpuSettings>,
     /// `None`: the engines' own metrics are left alone.
     pub fill: Option<FillSettings>,
+    /// `None`: coordinators are left alone.
+    pub coordinator: Option<CoordinatorSettings>,
     /// Names for models that no command line tells, the first match counts.
     pub model_names: Vec<ModelName>,
     /// Time that taking the probes off may take at the end.
@@ -141,6 +151,7 @@ pub struct Agent {
     finders: [JoinHandle<()>; 2],
     gpu: Option<SamplerThread>,
     fill: Option<(FillSettings, Servers, SyncSender<EngineSample>)>,
+    coordinator: Option<(CoordinatorSettings, Distributed, SyncSender<CoordinatorSample>)>,
     notices: Sender<Notice>,
     shutdown_timeout: Duration,
 }
@@ -220,12 +231,19 @@ impl Agent {
             info!(path = %settings.path.display(), "taking stat events");
             Some(tokio::spawn(socket.run(news, watched.clone(), own.clone())))
         });
+        let distributed = Distributed::default();
+        let (lists, lists_rx) = sync_channel(COORDINATOR_BACKLOG);
+        let coordinator = settings
+            .coordinator
+            .clone()
+            .map(|coordinator| (coordinator, distributed.clone(), lists));
         let reading = Reading {
             observer,
             changes: changes_rx,
             gpu: samples_rx,
             engines: reads_rx,
             news: news_rx,
+            coordinators: lists_rx,
             status: status.clone(),
             notices: notices.clone(),
             recorder,
@@ -245,6 +263,7 @@ impl Agent {
             roles: HashMap::new(),
             members,
             servers,
+            distributed,
             own_start: own_start_ticks(),
         };
         let attacher = Attacher {
@@ -266,6 +285,7 @@ impl Agent {
             ],
             gpu,
             fill,
+            coordinator,
             tap,
             stop,
             stat_socket,
@@ -278,6 +298,12 @@ impl Agent {
     pub fn engine_reads(&mut self) -> Option<impl Future<Output = ()> + Send + 'static> {
         let (settings, servers, out) = self.fill.take()?;
         Some(scrape::run(settings, servers, out))
+    }
+
+    /// What listens to coordinators, for the runtime; the first call gives it, if it is wanted.
+    pub fn coordinator_lists(&mut self) -> Option<impl Future<Output = ()> + Send + 'static> {
+        let (settings, members, out) = self.coordinator.take()?;
+        Some(subscribe::run(settings, members, out))
     }
 
     /// Copies what the tap and the kernel count into the agent's own families. Every few seconds is right.
@@ -443,6 +469,7 @@ struct Reading {
     changes: Receiver<Change>,
     gpu: Receiver<GpuSample>,
     engines: Receiver<EngineSample>,
+    coordinators: Receiver<CoordinatorSample>,
     status: Status,
     news: Receiver<News>,
     notices: Sender<Notice>,
@@ -457,6 +484,7 @@ impl Reading {
             self.take_gpu_samples();
             self.take_engine_samples();
             let more = self.take_news();
+            self.take_coordinator_lists();
             self.tick_if_due();
             let interval = if more { Duration::ZERO } else { READ_INTERVAL };
             let timeout = interval.min(self.next_tick.saturating_duration_since(Instant::now()));
@@ -506,6 +534,14 @@ impl Reading {
                 .set_engine(sample.pipeline, sample.outcome.to_string());
             self.observer.engine(&sample);
             self.record(monotonic_ns(), || Item::Engine(sample));
+        }
+    }
+
+    fn take_coordinator_lists(&mut self) {
+        while let Ok(sample) = self.coordinators.try_recv() {
+            let now_ns = monotonic_ns();
+            self.observer.coordinator(&sample, now_ns);
+            self.record(now_ns, || Item::Coordinator(sample));
         }
     }
 
@@ -680,6 +716,8 @@ struct Discovery {
     members: Members,
     /// Those that serve HTTP, for the reads of their own metrics.
     servers: Servers,
+    /// Coordinators and stages, for the lists of replicas.
+    distributed: Distributed,
     /// When the agent started, as processes have it.
     own_start: u64,
 }
@@ -752,6 +790,25 @@ impl Discovery {
                     let is_fresh = process.key.start_ticks > self.own_start;
                     self.servers.insert(process.pipeline, pid, is_root, is_fresh);
                 }
+                let is_omni = self
+                    .pipelines
+                    .get(&process.pipeline)
+                    .is_some_and(|pipeline| pipeline.flavor == Flavor::Omni);
+                match process.role {
+                    Role::Coordinator if is_omni => {
+                        self.distributed
+                            .coordinator(process.pipeline, pid, process.parent);
+                    }
+                    Role::LlmStage {
+                        stage: Some(stage),
+                        replica,
+                    }
+                    | Role::DiffusionStage {
+                        stage: Some(stage),
+                        replica,
+                    } if is_omni => self.distributed.stage(process.pipeline, pid, stage, replica),
+                    _ => {}
+                }
                 self.roles.insert(process.key, (process.role, process.pipeline));
                 attach.extend(ProbeSet::ALL.map(|set| {
                     if self.belongs(set, process.key, process.role, process.pipeline) {
@@ -768,6 +825,7 @@ impl Discovery {
                     drop(tap.unwatch(key.pid));
                 }
                 self.members.remove(key.pid);
+                self.distributed.remove(key.pid);
                 self.servers.remove(key.pid);
                 self.roles.remove(key);
                 self.tls.remove(key);

@@ -11,6 +11,7 @@ use std::{
     fmt::Write as _,
     fs,
     io::{self, Read as _},
+    net::SocketAddr,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -225,6 +226,10 @@ settings! {
     engine_metrics: EngineMetrics = "engine-metrics", ["fill"];
     /// Pause between two reads of an engine's own `/metrics`.
     engine_interval: Duration = "engine-metrics.interval", ["15s"], "1s"..="10m";
+    /// Whether the list of replicas that a coordinator publishes is listened to, where a distributed pipeline has one.
+    coordinator: bool = "coordinator.enabled", ["true"];
+    /// Coordinators of pipelines that have none on this host: the addresses at which they publish, as `IP:PORT`.
+    coordinator_addresses: Vec<SocketAddr> = "coordinator.address", [];
     /// How long a request that left its stage waits for a next one before it counts as complete.
     grace: Duration = "pipeline.grace-time", ["2s"], "0s"..="10m";
     /// Where stat events are taken (docs/stat-events.md), as a Unix socket; `off`: nowhere. Where it can't be made the

@@ -7,6 +7,7 @@ pub mod agent;
 pub mod check;
 pub mod cli;
 pub mod config;
+pub mod coordinator;
 pub mod fill;
 pub mod gpu;
 pub mod host;

@@ -14,6 +14,7 @@ use omnitap::{
     check,
     cli::{Cli, Command, EX_USAGE},
     config::{Config, Effective, EngineMetrics, Flags},
+    coordinator::subscribe::Settings as CoordinatorSettings,
     fill::scrape::Settings as FillSettings,
     gpu::sampler::Settings as GpuSettings,
     host::scan::Settings as HostSettings,
@@ -220,6 +221,10 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
             },
             gpu: gpu_settings(config),
             fill: fill_settings(config),
+            coordinator: config.coordinator.then(|| CoordinatorSettings {
+                addresses: config.coordinator_addresses.clone(),
+                proc_root: HostSettings::default().proc_root,
+            }),
             model_names: config.model_names.clone(),
             shutdown_timeout: config.shutdown_timeout,
             stat_socket: stat_settings(config),
@@ -227,6 +232,9 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
         let mut agent = Agent::start(&settings, observer, &status, recorder)?;
         if let Some(reads) = agent.engine_reads() {
             tokio::spawn(reads);
+        }
+        if let Some(lists) = agent.coordinator_lists() {
+            tokio::spawn(lists);
         }
         for place in server.places() {
             info!("serving {place}");

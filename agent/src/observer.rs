@@ -6,6 +6,7 @@ use std::{
 };
 
 use crate::{
+    coordinator::{families::Replicas, sample::CoordinatorSample},
     fill::{
         families::{Fill, Target},
         sample::EngineSample,
@@ -83,6 +84,7 @@ pub struct Observer {
     pipelines: BTreeMap<PipelineId, Watched>,
     gpus: Gpus,
     fill: Fill,
+    replicas: Replicas,
     /// What the registry takes for time 0 of the clock that all times here are on.
     origin: Instant,
 }
@@ -131,6 +133,7 @@ impl Observer {
             pipelines: BTreeMap::new(),
             gpus: Gpus::default(),
             fill: Fill::default(),
+            replicas: Replicas::default(),
             origin: Instant::now(),
         }
     }
@@ -159,11 +162,11 @@ impl Observer {
             Change::Pipeline(pipeline) => {
                 self.stats.pipeline(pipeline);
                 let id = pipeline.id;
-                match self.pipelines.get_mut(&id) {
-                    Some(watched) => watched.pipeline = pipeline.clone(),
-                    None => {
-                        self.pipelines.insert(id, Watched::new(pipeline.clone()));
-                    }
+                if let Some(watched) = self.pipelines.get_mut(&id) {
+                    watched.pipeline = pipeline.clone();
+                } else {
+                    self.pipelines.insert(id, Watched::new(pipeline.clone()));
+                    self.merge.set_blind(id, true);
                 }
                 // News of versions concern the layouts of processes that are known already.
                 let members: Vec<Process> = self
@@ -189,6 +192,7 @@ impl Observer {
             self.pipelines.remove(id);
             self.merge.forget(*id);
             self.fill.forget(*id, &self.registry);
+            self.replicas.forget(*id, &self.own);
             self.with_gpus(|gpus, world, registry| gpus.tick(now_ns, world, registry));
             self.stats.pipeline_gone(*id);
             self.registry
@@ -239,7 +243,9 @@ impl Observer {
         let decoded = self.decoder.frame(frame);
         count(&mut self.frames, &self.own, decoded.kind, decoded.result);
         if let Some(watched) = self.pipelines.get_mut(&process.pipeline) {
-            watched.frame_ns = Some(frame.time_ns);
+            if watched.frame_ns.replace(frame.time_ns).is_none() {
+                self.merge.set_blind(process.pipeline, false);
+            }
             watched.unknown_layout |= decoded.result == FrameResult::UnknownLayout;
             if let Content::Message {
                 message: Message::Outputs(outputs),
@@ -336,6 +342,14 @@ impl Observer {
                 ledger: &self.tracker,
             };
             self.fill.sample(sample, target);
+        }
+    }
+
+    /// Takes news of a coordinator that came at `now_ns`.
+    pub fn coordinator(&mut self, sample: &CoordinatorSample, now_ns: u64) {
+        // News may come after the end of their pipeline.
+        if self.pipelines.contains_key(&sample.pipeline) {
+            self.replicas.sample(sample, now_ns, &self.own);
         }
     }
 
@@ -496,6 +510,7 @@ impl Observer {
         self.with_gpus(|gpus, world, registry| gpus.tick(now_ns, world, registry));
         let (stats, mut sink) = self.told();
         stats.tick(now_ns, &mut sink);
+        self.replicas.tick(now_ns, &self.own);
         self.registry.expire(self.origin + Duration::from_nanos(now_ns));
         self.show(now_ns);
     }
@@ -525,6 +540,7 @@ impl Observer {
             Item::StatOpened { sender, pid } => self.stat_opened(Sender(*sender), *pid),
             Item::Stat { sender, head, event } => self.stat(Sender(*sender), entry.t, head, event),
             Item::StatClosed { sender } => self.stat_closed(Sender(*sender)),
+            Item::Coordinator(sample) => self.coordinator(sample, entry.t),
             Item::Tick => self.tick(entry.t),
         }
     }

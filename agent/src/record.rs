@@ -10,6 +10,7 @@ use flate2::{Compression, bufread::MultiGzDecoder, write::GzEncoder};
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    coordinator::sample::CoordinatorSample,
     fill::sample::EngineSample,
     gpu::sample::GpuSample,
     host::identity::Change,
@@ -118,6 +119,8 @@ pub enum Item {
         /// The connection.
         sender: u64,
     },
+    /// News of a coordinator.
+    Coordinator(CoordinatorSample),
     /// Time passed; the state machines were given `t`.
     Tick,
 }

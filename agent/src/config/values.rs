@@ -2,7 +2,7 @@
 
 use std::{
     fmt,
-    net::{IpAddr, Ipv6Addr},
+    net::{IpAddr, Ipv6Addr, SocketAddr},
     path::PathBuf,
     str::FromStr,
     time::Duration,
@@ -107,6 +107,10 @@ impl Single for bool {
 
 impl Single for u32 {
     const NAME: &'static str = "NUMBER";
+}
+
+impl Single for SocketAddr {
+    const NAME: &'static str = "IP:PORT";
 }
 
 /// A number of bytes.

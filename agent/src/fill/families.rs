@@ -355,7 +355,6 @@ fn zero(value: &Value) -> Value {
     }
 }
 
-#[expect(clippy::float_cmp, reason = "0 as exposed")]
 fn is_zero(value: &Value) -> bool {
     match value {
         Value::Number(number) => *number == 0.0,

@@ -201,6 +201,14 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
+    use crate::{
+        host::identity::PipelineId,
+        metrics::{
+            registry::{Limits, Registry},
+            text::Format,
+        },
+        pipeline::sink::{ExtraId, Scope, Sink as _},
+    };
 
     fn child(family: &str, labels: &[(&str, &str)], value: Value) -> EngineChild {
         EngineChild {
@@ -285,9 +293,9 @@ vllm:time_to_first_token_seconds_sum{engine="0",model_name="m"} 0.5
 
     #[test]
     fn a_flood_of_children_is_refused() {
-        let text: String = (0..=MAX_CHILDREN)
-            .map(|at| format!("vllm:num_preemptions_total{{a=\"{at}\"}} 1\n"))
-            .collect();
+        let text = (0..=MAX_CHILDREN).fold(String::new(), |text, at| {
+            text + &format!("vllm:num_preemptions_total{{a=\"{at}\"}} 1\n")
+        });
         assert_eq!(parse(&text), Err(ParseError::TooMany));
     }
 
@@ -299,11 +307,7 @@ vllm:time_to_first_token_seconds_sum{engine="0",model_name="m"} 0.5
 
         #[test]
         fn what_our_own_encoder_writes_is_read(value in 0_u32.., model in "\\PC{0,30}") {
-            let registry = crate::metrics::registry::Registry::new(crate::metrics::registry::Limits {
-                max_series: 100, retention: std::time::Duration::ZERO,
-            });
-            let mut registry = registry;
-            use crate::{host::identity::PipelineId, metrics::text::Format, pipeline::sink::{ExtraId, Scope, Sink}};
+            let mut registry = Registry::new(Limits { max_series: 100, retention: std::time::Duration::ZERO });
             let scope = registry.scope(&Scope {
                 pipeline: PipelineId(1), model: format!("m{model}"), served_model: format!("m{model}"),
                 stage: Some(0), replica: Some(0), max_model_len: None,

@@ -117,16 +117,15 @@ async fn read(
     server: &Server,
     known: Option<SocketAddr>,
 ) -> (Outcome, Option<SocketAddr>) {
-    let address = match known {
-        Some(address) => address,
-        None => {
-            let (proc_root, pids) = (settings.proc_root.clone(), server.pids.clone());
-            // Reads many small files.
-            let found = tokio::task::spawn_blocking(move || address::find(&proc_root, &pids)).await;
-            match found.unwrap_or(Err(Failure::NoAddress)) {
-                Ok(address) => address,
-                Err(failure) => return (Outcome::Failed(failure), None),
-            }
+    let address = if let Some(address) = known {
+        address
+    } else {
+        let (proc_root, pids) = (settings.proc_root.clone(), server.pids.clone());
+        // Reads many small files.
+        let found = tokio::task::spawn_blocking(move || address::find(&proc_root, &pids)).await;
+        match found.unwrap_or(Err(Failure::NoAddress)) {
+            Ok(address) => address,
+            Err(failure) => return (Outcome::Failed(failure), None),
         }
     };
     match timeout(TIMEOUT, fetch(address)).await {

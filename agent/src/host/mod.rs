@@ -7,6 +7,7 @@ pub mod identity;
 pub mod pipelines;
 pub mod role;
 pub mod scan;
+pub mod sockets;
 pub mod versions;
 
 pub use scan::{Host, HostError, Settings};

@@ -701,6 +701,22 @@ families! {
     OmnitapBuildInfo "omnitap_build_info"
         Gauge(Max), &["version", "arch"], Own, Nothing,
         "Always 1; its labels name the build.";
+    OmnitapCoordinatorListAgeSeconds "omnitap_coordinator_list_age_seconds"
+        Gauge(Max), &["pipeline"], Own, Nothing,
+        "Age of the newest list of replicas of a coordinator.";
+    OmnitapCoordinatorMessagesTotal "omnitap_coordinator_messages_total"
+        Counter, &["result"], Own, Nothing,
+        "Messages of coordinators, by result: ok, duplicate, late, too_many (replicas were left out), malformed.";
+    OmnitapCoordinatorReplicaQueueLength "omnitap_coordinator_replica_queue_length"
+        Gauge(Max), &["pipeline", "stage", "replica", "address", "place"], Own, Nothing,
+        "Unfinished requests of a replica, running and waiting, as it tells its coordinator.";
+    OmnitapCoordinatorReplicaUp "omnitap_coordinator_replica_up"
+        Gauge(Max), &["pipeline", "stage", "replica", "address", "place"], Own, Nothing,
+        "1 for a replica that its coordinator lists as up, else 0; place is local or remote, replica is given for local ones.";
+    OmnitapCoordinatorReplicas "omnitap_coordinator_replicas"
+        Gauge(Max), &["pipeline", "stage", "status"], Own, Nothing,
+        "Replicas of a stage on all nodes by the coordinator's list: up, down, error, gone (no longer listed, kept for 10 \
+         minutes).";
     OmnitapCpuSecondsTotal "omnitap_cpu_seconds_total"
         Counter, &[], Own, Nothing,
         "CPU seconds of the agent's process, user and system.";

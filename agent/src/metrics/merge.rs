@@ -15,7 +15,7 @@
 
 use std::{collections::VecDeque, fmt, str::FromStr};
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 use slab::Slab;
 
 use super::{
@@ -264,6 +264,8 @@ pub struct Merge {
     by_scope: FxHashMap<ScopeId, usize>,
     /// The newest look-up in `by_scope`: a frame is mostly about one scope.
     last: Option<(ScopeId, usize)>,
+    /// Pipelines of which the tap has seen nothing: what it says of them comes after all others.
+    blind: FxHashSet<PipelineId>,
     now_ns: u64,
 }
 
@@ -289,6 +291,7 @@ impl Merge {
             by_pipeline: FxHashMap::default(),
             by_scope: FxHashMap::default(),
             last: None,
+            blind: FxHashSet::default(),
             now_ns: 0,
         }
     }
@@ -341,8 +344,19 @@ impl Merge {
         }
     }
 
+    /// Whether the tap has seen anything of a pipeline. Until then its gauges of 0 may mean that it sees nothing (it is
+    /// off, or there is no probe): any other source takes precedence.
+    pub fn set_blind(&mut self, pipeline: PipelineId, is_blind: bool) {
+        if is_blind {
+            self.blind.insert(pipeline);
+        } else {
+            self.blind.remove(&pipeline);
+        }
+    }
+
     /// A pipeline has ended.
     pub fn forget(&mut self, pipeline: PipelineId) {
+        self.blind.remove(&pipeline);
         if let Some(at) = self.by_pipeline.remove(&pipeline) {
             self.tables.remove(at);
             self.by_scope.retain(|_, of| *of != at);
@@ -445,10 +459,15 @@ impl<'a> Merged<'a> {
             let Some(order) = merge.orders.get(family as usize) else {
                 return true;
             };
-            let Some(rank) = order.rank(feed) else {
+            let rank = |feed: Feed| {
+                let last =
+                    usize::from(feed == Feed::Tap && merge.blind.contains(&pipeline)) * Feed::ALL.len();
+                Some(order.rank(feed)? + last)
+            };
+            let holder = held.by.and_then(|by| Some((by, rank(by)?)));
+            let Some(rank) = rank(feed) else {
                 return false;
             };
-            let holder = held.by.and_then(|by| Some((by, order.rank(by)?)));
             if holder.is_none_or(|(_, other)| other > rank) {
                 if let Some((from, _)) = holder {
                     if from != Feed::Engine && feed != Feed::Engine {

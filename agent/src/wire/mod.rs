@@ -4,6 +4,7 @@
 pub mod assemble;
 pub mod connector;
 pub mod control;
+pub mod coordinator;
 pub mod diffusion;
 pub mod engine;
 pub mod frame;
@@ -14,6 +15,7 @@ pub mod msgpack;
 mod redact;
 pub mod shm;
 pub mod stat;
+pub mod zmtp;
 
 use thiserror::Error;
 
