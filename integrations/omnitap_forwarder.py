@@ -9,7 +9,7 @@ Where VLLM_PLUGINS is set, add `omnitap_forwarder` to it. The format is docs/sta
 those that vLLM-Omni hands to its own metrics, also where `--disable-log-stats` keeps it from counting them.
 
 It never blocks or fails the pipeline. An event is put into a bounded queue; a thread of its own sends what is there
-every 20 ms. Without an agent an event costs well below a microsecond and is dropped.
+every 20 ms. Without an agent an event costs about a microsecond and is dropped.
 
     OMNITAP_STAT_SOCKET     path of the agent's socket, /run/omnitap/stats.sock by default; empty: off
     OMNITAP_STAT_TRANSFERS  1: also vLLM-Omni's own figures of transfers. They tell of the orchestrator's hand-over to the

@@ -567,6 +567,15 @@ fn requests_and_names_are_bounded() {
             &format!(r#"{{"event": "kv_wait", "connector_type": "connector {request}", "kv_wait_s": 1}}"#),
         ]);
     }
+    for replica in 0..2000 {
+        let place = format!(r#""stage_id": 7, "replica_id": {replica}"#);
+        agent.tell(&[
+            &format!(r#"{{"event": "scheduler", {place}, "num_waiting_reqs": 1}}"#),
+            &format!(r#"{{"event": "first_packet", {place}, "ttfp_s": 1}}"#),
+        ]);
+    }
+    assert!(agent.results("scheduler", "full") > 900.0);
+    assert!(agent.samples("vllm_omni:audio_ttfp_s_count").len() <= 1024);
     assert_eq!(agent.results("added", "full"), 40.0);
     assert_eq!(agent.results("chunk", "full"), 40.0);
     assert_eq!(agent.samples("vllm_omni:realtime_vad_errors_total").len(), 17);
