@@ -400,6 +400,7 @@ impl Told {
         let reason = sink.extra(&[reason]);
         sink.add(Family::OmniRequestsFailedTotal, scope, reason, 1.0);
         sink.about(None);
+        self.streams.remove(id);
         let serial = match self.requests.remove(id) {
             Some(request) => request.serial,
             None => self.next_serial(),
