@@ -9,7 +9,7 @@ Where VLLM_PLUGINS is set, add `omnitap_forwarder` to it. The format is docs/sta
 those that vLLM-Omni hands to its own metrics, also where `--disable-log-stats` keeps it from counting them.
 
 It never blocks or fails the pipeline. An event is put into a bounded queue; a thread of its own sends what is there
-every 20 ms. Without an agent an event costs well below a microsecond and is dropped.
+every 20 ms. Without an agent an event costs about a microsecond and is dropped.
 
     OMNITAP_STAT_SOCKET     path of the agent's socket, /run/omnitap/stats.sock by default; empty: off
     OMNITAP_STAT_TRANSFERS  1: also vLLM-Omni's own figures of transfers. They tell of the orchestrator's hand-over to the
@@ -18,6 +18,7 @@ every 20 ms. Without an agent an event costs well below a microsecond and is dro
 
 import atexit
 import collections
+import contextvars
 import functools
 import importlib.abc
 import importlib.util
@@ -115,9 +116,11 @@ class Forwarder:
         """The thread: connects, and sends batches for as long as the agent is there."""
         while not self.stopping:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connected = False
             try:
                 sock.settimeout(SEND_TIMEOUT)
                 sock.connect(self.path)
+                connected = True
                 if self.away:
                     # What slipped in while nobody was there is of another time.
                     self.queue.clear()
@@ -127,7 +130,8 @@ class Forwarder:
                 pass
             finally:
                 self.away = True
-                self.lost += len(self.queue)
+                # Without an agent there is nobody to lose them.
+                self.lost += len(self.queue) if connected else 0
                 self.queue.clear()
                 sock.close()
             self.wake.clear()
@@ -197,6 +201,10 @@ class Current(threading.local):
 
 
 current = Current()
+
+
+# The request that an answer is written for: the task that writes it is the one that gave it to the pipeline.
+writing = contextvars.ContextVar("omnitap_request", default=None)
 
 
 def before(cls, name, hook):
@@ -342,6 +350,7 @@ def failed(_metrics, reason):
 
 
 def added(_state, request_id, *_args, **_kwargs):
+    writing.set(request_id)
     forwarder.emit("added", request_id=request_id)
 
 
@@ -366,21 +375,28 @@ def kv_wait(_metrics, connector_type, kv_wait_s):
 
 
 def first_packet(_metrics, stage, replica, ttfp_seconds):
-    forwarder.emit("first_packet", stage_id=int(stage), replica_id=int(replica), ttfp_s=ttfp_seconds)
+    forwarder.emit(
+        "first_packet", request_id=writing.get(), stage_id=int(stage), replica_id=int(replica), ttfp_s=ttfp_seconds
+    )
 
 
 def underrun(_metrics, stage, replica, underrun_s):
     forwarder.emit(
-        "stream_end", outcome="completed", stage_id=int(stage), replica_id=int(replica), underrun_s=max(underrun_s, 0.0)
+        "stream_end",
+        request_id=writing.get(),
+        outcome="completed",
+        stage_id=int(stage),
+        replica_id=int(replica),
+        underrun_s=max(underrun_s, 0.0),
     )
 
 
 def speech_completed(_metrics):
-    forwarder.emit("stream_end", outcome="completed", speech=True)
+    forwarder.emit("stream_end", request_id=writing.get(), outcome="completed", speech=True)
 
 
 def speech_aborted(_metrics, reason):
-    forwarder.emit("stream_end", outcome=reason, speech=True)
+    forwarder.emit("stream_end", request_id=writing.get(), outcome=reason, speech=True)
 
 
 def edge(from_stage, from_replica, to_stage, to_replica):

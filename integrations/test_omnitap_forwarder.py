@@ -232,6 +232,7 @@ class Hooks(unittest.TestCase):
         mod, transfer = OmniModalityMetrics("m", log_stats=False), OmniTransferMetrics("m", log_stats=False)
 
         def act():
+            subject.writing.set(None)
             prom.observe_kv_wait("shm", 0.5)
             mod.observe_audio_ttfp("1", "0", 0.25)
             mod.observe_audio_underrun("1", "0", 0.0)
@@ -266,6 +267,32 @@ class Hooks(unittest.TestCase):
                 {"event": "vad", "endpoint_delay_ms": 400},
                 {"event": "vad", "error": "overflow"},
             ],
+        )
+
+    def test_an_answer_names_its_request(self):
+        import asyncio
+
+        from vllm_omni.entrypoints.client_request_state import ClientRequestState
+        from vllm_omni.metrics.modality import OmniModalityMetrics
+
+        mod = OmniModalityMetrics("m", log_stats=False)
+
+        async def generate(request_id):
+            ClientRequestState(request_id=request_id)
+            await asyncio.sleep(0.01)
+            yield b"audio"
+
+        async def answer(request_id):
+            async for _ in generate(request_id):
+                mod.observe_audio_ttfp("1", "0", 0.25)
+            mod.inc_speech_stream_completed()
+
+        async def both():
+            await asyncio.gather(answer("a"), answer("b"))
+
+        told = [(line["event"], line["request_id"]) for line in self.tell(6, lambda: asyncio.run(both()))]
+        self.assertEqual(
+            sorted(told), [(event, request) for event in ("added", "first_packet", "stream_end") for request in "ab"]
         )
 
     def test_every_hook_finds_its_method(self):

@@ -381,6 +381,19 @@ fn an_event_that_is_too_long_is_counted() {
 #[case::transfer_of_an_unbound_request(
     &[r#"{"event": "transfer_sent", "request_id": "a", "from_stage": 0, "to_stage": 1, "to_replica": 2, "tx_time_ms": 1}"#],
     "vllm_omni:transfer_tx_s", &[])]
+#[case::transfer_of_no_request(
+    &[r#"{"event": "transfer_received", "from_stage": 0, "from_replica": 1, "to_stage": 1, "to_replica": 2, "rx_decode_time_ms": 5}"#],
+    "vllm_omni:transfer_rx_s",
+    &[r#"from_replica="1",from_stage="0",model_name="org/model",to_replica="2",to_stage="1"} 1.0"#, "} 0.005"])]
+#[case::underrun_as_told(
+    &[r#"{"event": "first_packet", "request_id": "a", "stage_id": 1, "replica_id": 0, "ttfp_s": 1}"#,
+      r#"{"event": "stream_end", "request_id": "a", "outcome": "completed", "stage_id": 1, "replica_id": 0, "underrun_s": 0.1}"#,
+      r#"{"event": "stream_end", "request_id": "a", "outcome": "completed", "speech": true}"#],
+    "vllm_omni:audio_continuity_ok_total", &[r#"replica="0",stage="1",threshold_ms="100"} 1.0"#])]
+#[case::speech_counts_beside_its_underrun(
+    &[r#"{"event": "stream_end", "outcome": "completed", "stage_id": 1, "replica_id": 0, "underrun_s": 0.5}"#,
+      r#"{"event": "stream_end", "outcome": "completed", "speech": true}"#],
+    "vllm_omni:speech_stream_completed_total", &[r#"{model_name="org/model"} 1.0"#])]
 #[case::first_packet_once(
     &[r#"{"t": 1700000010, "event": "added", "request_id": "a"}"#,
       r#"{"t": 1700000012, "event": "first_packet", "request_id": "a", "stage_id": 1, "replica_id": 0}"#,
@@ -567,6 +580,15 @@ fn requests_and_names_are_bounded() {
             &format!(r#"{{"event": "kv_wait", "connector_type": "connector {request}", "kv_wait_s": 1}}"#),
         ]);
     }
+    for replica in 0..2000 {
+        let place = format!(r#""stage_id": 7, "replica_id": {replica}"#);
+        agent.tell(&[
+            &format!(r#"{{"event": "scheduler", {place}, "num_waiting_reqs": 1}}"#),
+            &format!(r#"{{"event": "first_packet", {place}, "ttfp_s": 1}}"#),
+        ]);
+    }
+    assert!(agent.results("scheduler", "full") > 900.0);
+    assert!(agent.samples("vllm_omni:audio_ttfp_s_count").len() <= 1024);
     assert_eq!(agent.results("added", "full"), 40.0);
     assert_eq!(agent.results("chunk", "full"), 40.0);
     assert_eq!(agent.samples("vllm_omni:realtime_vad_errors_total").len(), 17);

@@ -257,8 +257,6 @@ fn attended(
         let path = folder.join(name);
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
     };
-    let server_before = load::get(&server.metrics())?;
-    keep("server-before.txt", &server_before)?;
     let socket = kit::stat_socket();
     // What the agent reads from the server's own page would agree with it.
     let mut flags = vec!["--engine-metrics=off"];
@@ -270,7 +268,13 @@ fn attended(
         .transpose()?;
     if let (Case::Forwarder, Some(watcher)) = (case, &watcher) {
         watcher.wait_for_forwarder()?;
+        // The first events hand the families over from the tap, whose values of transfers mean something else.
+        load::at_once(server.port, &load::requests(case.server(), 12), 1)?;
+        at_rest(&watcher.metrics())?;
+        at_rest(&server.metrics())?;
     }
+    let server_before = load::get(&server.metrics())?;
+    keep("server-before.txt", &server_before)?;
     let recorder = match (agent, args.record) {
         (Some(program), true) => Some(agent::record(
             program,

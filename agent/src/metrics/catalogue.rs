@@ -865,8 +865,8 @@ families! {
         "Events that senders dropped by their own account, because the agent was slow or away.";
     OmnitapStatEventsTotal "omnitap_stat_events_total"
         Counter, &["event", "result"], Own, Nothing,
-        "Stat events that were read, by kind and result: accepted, repeated (told before), full (too many requests \
-         open), no_pipeline, malformed, too_long, unknown_event, version.";
+        "Stat events that were read, by kind and result: accepted, repeated (told before), full (too many \
+         requests open, or replicas named), no_pipeline, malformed, too_long, unknown_event, version.";
     OmnitapTransferStageMismatchesTotal "omnitap_transfer_stage_mismatches_total"
         Counter, &[], Own, Nothing,
         "Transfers whose key names another stage than the process at that end has; the process's counts.";

@@ -8,7 +8,7 @@ use std::{
     hash::BuildHasher,
 };
 
-use rustc_hash::{FxBuildHasher, FxHashMap};
+use rustc_hash::{FxBuildHasher, FxHashMap, FxHashSet};
 
 use super::{
     audio::{
@@ -40,8 +40,11 @@ const MAX_RECENT: usize = 16_384;
 /// Stages of one request that are told apart.
 const MAX_STAGES: usize = 64;
 
-/// Replicas of one pipeline whose snapshots are kept.
-const MAX_REPLICAS: usize = 4096;
+/// Replicas of one pipeline that are told apart; each has series of its own.
+const MAX_REPLICAS: usize = 1024;
+
+/// Edges between them.
+const MAX_EDGES: usize = 4096;
 
 /// Names that a sender makes up and that become label values, for each pipeline and label.
 const MAX_NAMES: usize = 16;
@@ -68,7 +71,7 @@ pub enum Outcome {
     Accepted,
     /// It was told before, or its request is over.
     Repeated,
-    /// There is no room for another request.
+    /// There is no room for another request or replica.
     Full,
 }
 
@@ -94,6 +97,9 @@ struct Told {
     /// Waiting requests by stage and replica, and when that was told.
     waiting: BTreeMap<(u32, u32), (u64, u64)>,
     vad_sessions: BTreeMap<Sender, u64>,
+    /// Stages and replicas that were named.
+    places: FxHashSet<(u32, Option<u32>)>,
+    edges: FxHashSet<[u32; 4]>,
     errors: Names,
     connectors: Names,
     /// Senders that are connected.
@@ -313,6 +319,8 @@ impl Told {
             streams: FxHashMap::default(),
             waiting: BTreeMap::new(),
             vad_sessions: BTreeMap::new(),
+            places: FxHashSet::default(),
+            edges: FxHashSet::default(),
             errors: Names::default(),
             connectors: Names::default(),
             senders: Vec::new(),
@@ -392,6 +400,7 @@ impl Told {
         let reason = sink.extra(&[reason]);
         sink.add(Family::OmniRequestsFailedTotal, scope, reason, 1.0);
         sink.about(None);
+        self.streams.remove(id);
         let serial = match self.requests.remove(id) {
             Some(request) => request.serial,
             None => self.next_serial(),
@@ -507,6 +516,14 @@ struct Taking<'a, S: ?Sized> {
 
 impl<S: Sink + ?Sized> Taking<'_, S> {
     fn event(&mut self, event: &Event) -> Outcome {
+        if let Some(place) = place(event)
+            && !self.told.places.contains(&place)
+        {
+            if self.told.places.len() >= MAX_REPLICAS {
+                return Outcome::Full;
+            }
+            self.told.places.insert(place);
+        }
         match event {
             Event::Added(event) => {
                 let arrival_ns = arrival_ns(event.arrival, self.time_ns, self.wall_offset_ns);
@@ -590,11 +607,9 @@ impl<S: Sink + ?Sized> Taking<'_, S> {
 
     fn scheduler(&mut self, event: Scheduler) -> Outcome {
         let place = (event.stage_id, event.replica_id);
-        let waiting = &mut self.told.waiting;
-        if waiting.len() >= MAX_REPLICAS && !waiting.contains_key(&place) {
-            return Outcome::Full;
-        }
-        waiting.insert(place, (event.num_waiting_reqs, self.time_ns));
+        self.told
+            .waiting
+            .insert(place, (event.num_waiting_reqs, self.time_ns));
         Outcome::Accepted
     }
 
@@ -811,7 +826,13 @@ impl<S: Sink + ?Sized> Taking<'_, S> {
             .into_iter()
             .filter_map(|(family, value)| Some((family, value?)));
         if let (Some(from), Some(to)) = (from, to) {
-            let edge = [from.0, from.1, to.0, to.1].map(|value| value.to_string());
+            let edge = [from.0, from.1, to.0, to.1];
+            let edges = &mut self.told.edges;
+            if edges.len() >= MAX_EDGES && !edges.contains(&edge) {
+                return Outcome::Full;
+            }
+            edges.insert(edge);
+            let edge = edge.map(|value| value.to_string());
             let edge = self.sink.extra(&edge.each_ref().map(String::as_str));
             let scope = self.told.scope(self.sink);
             for (family, value) in values {
@@ -1073,6 +1094,29 @@ impl Told {
         if let Some(gen_time_s) = audio.gen_time_s {
             sink.observe(Family::OmniAudioRtf, scope, none, gen_time_s / duration_s, 1);
         }
+    }
+}
+
+/// The stage and replica that an event names.
+fn place(event: &Event) -> Option<(u32, Option<u32>)> {
+    match event {
+        Event::Dispatched(event) => Some((event.stage_id, event.replica_id)),
+        Event::Stage(event) => Some((event.stage_id, event.replica_id)),
+        Event::Diffusion(event) => Some((event.stage_id, event.replica_id)),
+        Event::Scheduler(event) => Some((event.stage_id, Some(event.replica_id))),
+        Event::FirstPacket(event) => Some((event.stage_id, event.replica_id)),
+        Event::Chunk(event) => Some((event.stage_id, event.replica_id)),
+        Event::StreamEnd(event) => Some((event.stage_id?, event.replica_id)),
+        Event::Added(_)
+        | Event::Finished(_)
+        | Event::Failed(_)
+        | Event::TransferSent(_)
+        | Event::TransferReceived(_)
+        | Event::ReplicaGone(_)
+        | Event::KvWait(_)
+        | Event::Vad(_)
+        | Event::Lost(_)
+        | Event::Unknown => None,
     }
 }
 
