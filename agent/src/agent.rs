@@ -175,6 +175,29 @@ enum Attach {
     FirstScanDone,
 }
 
+/// Loads the tap, unless it is off, and warns of what the kernel refuses.
+fn load_tap(settings: &Settings, status: &Status) -> Result<(Option<Tap>, Option<Reader>), AgentError> {
+    let Some(tap_settings) = &settings.tap else {
+        return Ok((None, None));
+    };
+    let (tap, reader) =
+        Tap::load(tap_settings).inspect_err(|source| status.set_tap(TapState::Failed(source.to_string())))?;
+    for (tracepoint, source) in tap.missing_tracepoints() {
+        warn!(tracepoint, error = %source, "no news of processes from the kernel: scans alone find them");
+    }
+    for (set, lost) in [
+        (ProbeSet::Shm, "transfers through shared memory"),
+        (ProbeSet::Http, "HTTP connections"),
+        (ProbeSet::Store, "transfers through Mooncake's store"),
+        (ProbeSet::Tls, "HTTP connections that libssl encrypts"),
+    ] {
+        for (program, source) in tap.refused(set) {
+            warn!(program, error = %source, "no news of {lost}");
+        }
+    }
+    Ok((Some(tap), Some(reader)))
+}
+
 impl Agent {
     /// Loads the tap and starts the threads. `status` turns ready after the first scan, when what it found has its
     /// probes.
@@ -184,26 +207,7 @@ impl Agent {
         status: &Status,
         recorder: Option<Recorder>,
     ) -> Result<Self, AgentError> {
-        let (tap, reader) = match &settings.tap {
-            Some(tap_settings) => {
-                let (tap, reader) = Tap::load(tap_settings)
-                    .inspect_err(|source| status.set_tap(TapState::Failed(source.to_string())))?;
-                for (tracepoint, source) in tap.missing_tracepoints() {
-                    warn!(tracepoint, error = %source, "no news of processes from the kernel: scans alone find them");
-                }
-                for (set, lost) in [
-                    (ProbeSet::Shm, "transfers through shared memory"),
-                    (ProbeSet::Http, "HTTP connections"),
-                    (ProbeSet::Store, "transfers through Mooncake's store"),
-                ] {
-                    for (program, source) in tap.refused(set) {
-                        warn!(program, error = %source, "no news of {lost}");
-                    }
-                }
-                (Some(tap), Some(reader))
-            }
-            None => (None, None),
-        };
+        let (tap, reader) = load_tap(settings, status)?;
         status.set_tap(if tap.is_some() {
             TapState::Up
         } else {

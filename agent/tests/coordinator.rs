@@ -203,10 +203,10 @@ fn a_recording_gives_the_same() {
 }
 
 /// A publisher's greeting and READY.
-fn hello(socket_type: &[u8; 3]) -> Vec<u8> {
+fn hello(socket_type: [u8; 3]) -> Vec<u8> {
     let ready = [
         b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03".as_slice(),
-        socket_type,
+        &socket_type,
     ]
     .concat();
     [zmtp::greeting().as_slice(), &ready].concat()
@@ -237,7 +237,7 @@ async fn received(mut stream: TcpStream) -> Vec<u8> {
 
 #[tokio::test]
 async fn a_subscriber_says_what_it_must() {
-    let bytes = [hello(b"PUB"), message("one"), message("two")].concat();
+    let bytes = [hello(*b"PUB"), message("one"), message("two")].concat();
     let (address, task) = publisher(bytes).await;
     let mut open = Subscription::open(address).await.unwrap();
     assert_eq!(open.next().await.unwrap(), b"one");
@@ -249,7 +249,7 @@ async fn a_subscriber_says_what_it_must() {
 
 #[rstest]
 #[case::router([zmtp::greeting().to_vec(), b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER".to_vec()].concat(), Ended::Closed)]
-#[case::another_publisher(hello(b"XPU"), Ended::Closed)]
+#[case::another_publisher(hello(*b"XPU"), Ended::Closed)]
 #[case::web_server(b"HTTP/1.1 400 Bad Request\r\nServer: something that is long enough\r\n\r\n".to_vec(), Ended::Malformed)]
 #[case::message_before_ready([zmtp::greeting().to_vec(), message("x")].concat(), Ended::Malformed)]
 #[tokio::test]
@@ -270,7 +270,7 @@ async fn a_socket_that_says_nothing_is_left() {
 #[case::flags(vec![0xF0, 1, 1], Ended::Malformed)]
 #[tokio::test]
 async fn hostile_publishers_are_left(#[case] bytes: Vec<u8>, #[case] ended: Ended) {
-    let (address, _task) = publisher([hello(b"PUB"), bytes].concat()).await;
+    let (address, _task) = publisher([hello(*b"PUB"), bytes].concat()).await;
     let mut open = Subscription::open(address).await.unwrap();
     assert_eq!(open.next().await, Err(ended));
 }

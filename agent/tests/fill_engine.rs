@@ -101,12 +101,11 @@ fn waits(up_to_half: u32, all: u32, sum: f64) -> String {
     [
         0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0,
     ]
-    .iter()
     .map(|bound| {
-        let count = if *bound < 0.5 { up_to_half } else { all };
+        let count = if bound < 0.5 { up_to_half } else { all };
         format!("vllm_omni:request_queue_wait_s_bucket{{le=\"{bound:?}\",{labels}}} {count}.0\n")
     })
-    .collect::<String>()
+    .concat()
         + &format!(
             "vllm_omni:request_queue_wait_s_bucket{{le=\"+Inf\",{labels}}} {all}.0\n\
              vllm_omni:request_queue_wait_s_count{{{labels}}} {all}.0\n\

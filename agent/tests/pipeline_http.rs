@@ -252,8 +252,7 @@ fn two_replicas() -> Play {
     let mut play = Play::omni(0);
     play.start_engine(0, 0);
     play.start_engine(0, 1);
-    for (socket, id) in [(0, "warm-a"), (1, "warm-b")] {
-        let replica = u32::try_from(socket).unwrap();
+    for (socket, replica, id) in [(0, 0, "warm-a"), (1, 1, "warm-b")] {
         play.add(1, socket, add(id, 0));
         play.out_at(2, engine(0, replica), vec![last_audio(id, 10)]);
     }

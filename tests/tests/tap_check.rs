@@ -4,7 +4,7 @@ use omnitap::check::{self, Status};
 
 #[test]
 fn the_trial_tells_the_truth() {
-    let report = check::run(None);
+    let report = check::run(None, None);
     eprintln!("{report}");
     // Root or not, the conditions and the trial agree: a tap that can't work is told by both.
     let judged = check::Facts::read().judge().works();

@@ -201,10 +201,11 @@ impl Known {
             .split_whitespace()
             .skip_while(|word| word.contains('=') || *word == "sudo" || *word == "flock");
         match (words.next(), words.next()) {
-            (Some("cargo"), Some("xtask")) => self.command("cargo xtask", words.collect()),
-            (Some("omnitap" | "target/release/omnitap"), Some(first)) => {
-                self.command("omnitap", std::iter::once(first).chain(words).collect())
-            }
+            (Some("cargo"), Some("xtask")) => self.command("cargo xtask", &words.collect::<Vec<_>>()),
+            (Some("omnitap" | "target/release/omnitap"), Some(first)) => self.command(
+                "omnitap",
+                &std::iter::once(first).chain(words).collect::<Vec<_>>(),
+            ),
             _ => Ok(self.setting(code).or_else(|| missing_file(code))),
         }
     }
@@ -237,7 +238,7 @@ impl Known {
     }
 
     /// A subcommand and its long flags.
-    fn command(&mut self, program: &str, words: Vec<&str>) -> Result<Option<String>> {
+    fn command(&mut self, program: &str, words: &[&str]) -> Result<Option<String>> {
         let Some((&subcommand, rest)) = words.split_first() else {
             return Ok(None);
         };

@@ -269,7 +269,7 @@ fn attended(
     if let (Case::Forwarder, Some(watcher)) = (case, &watcher) {
         watcher.wait_for_forwarder()?;
         // The first events hand the families over from the tap, whose values of transfers mean something else.
-        load::at_once(server.port, &load::requests(case.server(), 12), 1)?;
+        load::at_once(server.port, &load::requests(kind, 12), 1)?;
         at_rest(&watcher.metrics())?;
         at_rest(&server.metrics())?;
     }

@@ -1,4 +1,4 @@
-//! ZMTP 3.0 (RFC 23 of ZeroMQ) as far as a subscriber without security needs it: its own few bytes, and the peer's
+//! ZMTP 3.0 (RFC 23 of `ZeroMQ`) as far as a subscriber without security needs it: its own few bytes, and the peer's
 //! stream cut into frames.
 //!
 //! Known clients take any length that a frame claims and allocate that much. The peer is a process in somebody's container,

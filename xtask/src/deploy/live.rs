@@ -108,8 +108,9 @@ impl Prometheus {
             &config,
             format!(
                 "global: {{scrape_interval: 1s, evaluation_interval: 5s}}\n\
-                 rule_files: [{rules:?}]\n\
-                 scrape_configs: [{{job_name: omnitap, static_configs: [{{targets: ['{target}']}}]}}]\n"
+                 rule_files: ['{}']\n\
+                 scrape_configs: [{{job_name: omnitap, static_configs: [{{targets: ['{target}']}}]}}]\n",
+                rules.display()
             ),
         )?;
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();

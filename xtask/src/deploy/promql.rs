@@ -1,4 +1,4 @@
-//! What a PromQL query asks for, held against the catalogue: every name and every label in it must be served.
+//! What a `PromQL` query asks for, held against the catalogue: every name and every label in it must be served.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
