@@ -214,7 +214,8 @@ fn speech_over_http() -> Result<()> {
     let Some(_turn) = omnitap_tests::privileged()? else {
         return Ok(());
     };
-    let late = json!({"finish": "stop", "chunks": [{"frames": 0}, {"frames": 2400}, {"frames": 2400, "steps": 20}]});
+    let late =
+        json!({"finish": "stop", "chunks": [{"frames": 0}, {"frames": 2400}, {"frames": 2400, "steps": 20}]});
     let long = json!({"chunks": [{"frames": 2400}, {"frames": 2400, "steps": 200}]});
     // The server learns that the client has left by the writes after it.
     let many = json!({"chunks": [
@@ -248,7 +249,10 @@ fn speech_over_http() -> Result<()> {
     pipeline.play()?;
     let scrape = agree(&agent, || pipeline.truth())?;
     assert_eq!(scrape.sum("omnitap_api_breaks_total", &[]), 0.0);
-    assert_eq!(scrape.sum("omnitap_api_requests_total", &[("result", "client_error")]), 1.0);
+    assert_eq!(
+        scrape.sum("omnitap_api_requests_total", &[("result", "client_error")]),
+        1.0
+    );
     rest(&agent, &pipeline)?;
     pipeline.stop()
 }

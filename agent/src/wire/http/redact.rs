@@ -142,10 +142,7 @@ impl Zone {
             Self::Events(Some(before)) if is_start => behind(before, text, events),
             Self::Events(_) => {
                 // The rest of an event, then perhaps more of them.
-                let line = text
-                    .iter()
-                    .position(|byte| *byte == b'\n')
-                    .unwrap_or(text.len());
+                let line = text.iter().position(|byte| *byte == b'\n').unwrap_or(text.len());
                 let (line, rest) = text.split_at(line);
                 let mut blanked = resumed(line);
                 blanked.resize(line.len(), b'x');
