@@ -214,7 +214,7 @@ fn hello(socket_type: [u8; 3]) -> Vec<u8> {
 
 fn message(text: &str) -> Vec<u8> {
     let length = u64::try_from(text.len()).unwrap();
-    [&[2], length.to_be_bytes().as_slice(), text.as_bytes()].concat()
+    [[2_u8].as_slice(), &length.to_be_bytes(), text.as_bytes()].concat()
 }
 
 /// Takes one connection and sends these bytes; gives what the other side sent until it closed.

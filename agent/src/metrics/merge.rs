@@ -264,7 +264,7 @@ pub struct Merge {
     by_scope: FxHashMap<ScopeId, usize>,
     /// The newest look-up in `by_scope`: a frame is mostly about one scope.
     last: Option<(ScopeId, usize)>,
-    /// Pipelines of which the tap has seen nothing: what it says of them comes after all others.
+    /// Pipelines of which the tap has seen no frame: what it says of the wire's families comes after all others.
     blind: FxHashSet<PipelineId>,
     now_ns: u64,
 }
@@ -344,8 +344,8 @@ impl Merge {
         }
     }
 
-    /// Whether the tap has seen anything of a pipeline. Until then its gauges of 0 may mean that it sees nothing (it is
-    /// off, or there is no probe): any other source takes precedence.
+    /// Whether the tap has seen no frame of a pipeline. Until it has, its gauges of 0 may mean that it sees nothing (it is
+    /// off, or there is no probe): for the wire's families any other source takes precedence.
     pub fn set_blind(&mut self, pipeline: PipelineId, is_blind: bool) {
         if is_blind {
             self.blind.insert(pipeline);
@@ -460,9 +460,10 @@ impl<'a> Merged<'a> {
                 return true;
             };
             let rank = |feed: Feed| {
-                let last =
-                    usize::from(feed == Feed::Tap && merge.blind.contains(&pipeline)) * Feed::ALL.len();
-                Some(order.rank(feed)? + last)
+                let is_blind = feed == Feed::Tap
+                    && family.row().source == Source::Wire
+                    && merge.blind.contains(&pipeline);
+                Some(order.rank(feed)? + usize::from(is_blind) * Feed::ALL.len())
             };
             let holder = held.by.and_then(|by| Some((by, rank(by)?)));
             let Some(rank) = rank(feed) else {
