@@ -8,10 +8,13 @@
 //! The same for `shm_open` of a segment that is not there, as a receiver polls for it; and the time of a put
 //! and get of 64 KiB through shared memory, with and without the probes of both.
 //!
-//! With the argument `shm`, the part about shared memory alone.
+//! And for calls of a server of HTTP: a read of an eventfd, which is no connection, a read of a connection that would
+//! wait, and a write of 512 bytes. The server has two threads, so that its libc takes the way of a real server's.
 //!
-//! Prints one JSON object: nanoseconds a hit and the ratio to the empty program, by frame size and for a poll;
-//! nanoseconds of a put and get.
+//! With the argument `shm` or `http`, that part alone.
+//!
+//! Prints one JSON object: nanoseconds a hit and the ratio to the empty program, by frame size, for a poll and for the
+//! calls of HTTP; nanoseconds of a put and get.
 #![expect(
     clippy::unwrap_used,
     reason = "a failed unwrap ends the measurement, and says where"
@@ -20,7 +23,7 @@
 #[path = "../tests/common/mod.rs"]
 mod common;
 
-use std::num::NonZeroU32;
+use std::{io::Write as _, num::NonZeroU32};
 
 use aya::{
     Ebpf,
@@ -29,7 +32,7 @@ use aya::{
         uprobe::{UProbeAttachLocation, UProbeScope},
     },
 };
-use common::{Segments, Sender, Tap};
+use common::{Segments, Sender, Server, Tap, Way};
 use object::{
     Architecture, BinaryFormat, Endianness, SectionKind, SymbolFlags, SymbolKind, SymbolScope,
     write::{Object, Symbol, SymbolSection},
@@ -47,6 +50,12 @@ const CONFIG: Config = Config {
     capture_limit: 64 * 1024,
     wakeup_bytes: 4 << 20,
 };
+/// Orders of server.c, without descriptor and number.
+const HTTP: [(&str, [&str; 2]); 3] = [
+    ("http_other_descriptor", ["event", "8"]),
+    ("http_dropped", ["wait", "1000"]),
+    ("http_captured_512_byte", ["null", "512"]),
+];
 const SIZES: [(&str, usize); 3] = [
     ("dropped_1_byte", 1),
     ("captured_64_byte", 64),
@@ -57,18 +66,24 @@ fn main() {
     if !common::can_run() {
         std::process::exit(1);
     }
-    let shm_alone = std::env::args().any(|argument| argument == "shm");
-    let sizes = if shm_alone { &[][..] } else { &SIZES[..] };
-    let mut lines: Vec<_> = sizes
-        .iter()
-        .map(|(name, size)| line(name, measure(*size)))
-        .collect();
-    let ([none, _, ours], poll) = measure_shm();
-    lines.push(line("shm_poll", poll));
-    lines.push(format!(
-        "  \"shm_put_and_get_64_kib\": {{\"ns\": {none:.1}, \"probed_ns\": {ours:.1}, \"ratio\": {:.3}}}",
-        ours / none
-    ));
+    let only = std::env::args().nth(1);
+    let wants = |part: &str| only.as_ref().is_none_or(|only| only == part);
+    let mut lines = Vec::new();
+    if wants("frames") {
+        lines.extend(SIZES.iter().map(|(name, size)| line(name, measure(*size))));
+    }
+    if wants("shm") {
+        let ([none, _, ours], poll) = measure_shm();
+        lines.push(line("shm_poll", poll));
+        lines.push(format!(
+            "  \"shm_put_and_get_64_kib\": {{\"ns\": {none:.1}, \"probed_ns\": {ours:.1}, \"ratio\": {:.3}}}",
+            ours / none
+        ));
+    }
+    if wants("http") {
+        let way = Way::here();
+        lines.extend(HTTP.map(|(name, order)| line(name, measure_http(order, way))));
+    }
     println!("{{\n{}\n}}", lines.join(",\n"));
 }
 
@@ -132,6 +147,54 @@ fn time_shm(segments: &mut Segments, mut tap: Option<&mut Tap>) -> (f64, f64) {
         fastest = (fastest.0.min(hop), fastest.1.min(poll));
     }
     fastest
+}
+
+/// Nanoseconds a call with no probe, with an empty one, and with ours.
+fn measure_http([what, size]: [&str; 2], way: Way) -> [f64; 3] {
+    let mut rounds: [Vec<f64>; 3] = Default::default();
+    for _ in 0..ROUNDS {
+        for (side, round) in rounds.iter_mut().enumerate() {
+            let mut server = Server::start(&["threaded"]);
+            let pid = server.pid();
+            pin(pid);
+            let mut empty = Ebpf::load(&empty_object()).unwrap();
+            let mut tap = Tap::load(RING, CONFIG);
+            if side == 1 {
+                let program: &mut UProbe = empty.program_mut("empty").unwrap().try_into().unwrap();
+                program.load().unwrap();
+                for function in ["read", "write"] {
+                    let (library, _, behind) = common::places_of(pid, function);
+                    for offset in behind {
+                        let scope = UProbeScope::OneProcess(NonZeroU32::new(pid).unwrap());
+                        let at = UProbeAttachLocation::AbsoluteOffset(offset);
+                        program.attach(at, &library, scope).unwrap();
+                    }
+                }
+            }
+            if side == 2 {
+                tap.watch(pid, watch::HTTP);
+                tap.attach_http(pid, way);
+            }
+            let (mut client, fd) = server.connect();
+            client
+                .write_all(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+                .unwrap();
+            server.order(&format!("read {fd} 1000"));
+            let mut fastest = f64::INFINITY;
+            for _ in 0..BATCHES {
+                tap.drain();
+                tap.https.clear();
+                let ns = server.order(&format!("bench {what} {fd} {size} {BATCH}"));
+                #[expect(clippy::cast_precision_loss, reason = "far below 2^53 nanoseconds")]
+                let ns = ns as f64 / BATCH as f64;
+                fastest = fastest.min(ns);
+            }
+            round.push(fastest);
+            check(&tap);
+            server.finish();
+        }
+    }
+    rounds.map(median)
 }
 
 fn check(tap: &Tap) {

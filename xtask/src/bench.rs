@@ -3,6 +3,7 @@
 mod decode;
 mod forwarder;
 mod hit;
+mod http;
 mod load;
 mod real;
 mod render;
@@ -53,6 +54,8 @@ enum Bench {
     Statsock,
     /// What the forwarder costs: an event, and latency of a speech request of the real Audex server
     Forwarder,
+    /// A hit of the HTTP tap against one of an empty probe, and the requests a second of an API server with it
+    Http,
     /// CPU and latency of a speech request of the real Audex server, with the agent and without
     Real,
 }
@@ -68,6 +71,7 @@ impl Bench {
             Self::Transfers => "transfers",
             Self::Statsock => "statsock",
             Self::Forwarder => "forwarder",
+            Self::Http => "http",
             Self::Real => "real",
         }
     }
@@ -137,6 +141,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         Bench::Transfers,
         Bench::Statsock,
         Bench::Forwarder,
+        Bench::Http,
         Bench::Real,
     ];
     let benches = if args.only.is_empty() {
@@ -161,6 +166,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
             Bench::Forwarder => with_agent(args, |agent| {
                 forwarder::measure(agent, &folder, args.requests.into())
             }),
+            Bench::Http => with_agent(args, |agent| http::measure(agent, &folder)),
             Bench::Real => with_agent(args, |agent| real::measure(agent, &folder, args.requests.into())),
         };
         match figures {

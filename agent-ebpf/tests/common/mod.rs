@@ -298,7 +298,7 @@ pub(crate) fn places(pid: u32, function: &str) -> (PathBuf, Vec<u64>) {
 }
 
 /// A file with a function that the process has mapped, the offset of its entry, and those behind its system calls.
-fn places_of(pid: u32, function: &str) -> (PathBuf, u64, Vec<u64>) {
+pub(crate) fn places_of(pid: u32, function: &str) -> (PathBuf, u64, Vec<u64>) {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let paths = maps
         .lines()
