@@ -1,4 +1,4 @@
-//! The dashboards: each panel asks for what is served, and every name of a pipeline's family that people look at is on one.
+//! The dashboards: each panel and each variable asks for what is served.
 
 use std::{collections::BTreeSet, fs};
 
