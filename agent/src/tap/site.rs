@@ -812,7 +812,7 @@ mod tests {
             b"\x48\x83\xec\x08\xe8\xc7\xfd\xff\xff\x31\xd2\x85\xc0\x0f\x48\xc2\x48\x83\xc4\x08\
             \x31\xd2\x31\xc9\x31\xf6\x31\xff\xc3";
         assert_eq!(choose(Arch::X86_64, CODE, 4), site(4, SiteKind::Branch, 1));
-        assert_eq!(returns(Arch::X86_64, CODE), [site(28, SiteKind::Slow, 10)]);
+        assert_eq!(returns(Arch::X86_64, CODE), [site(28, SiteKind::Return, 10)]);
         assert_eq!(choose(Arch::X86_64, &CODE[22..], 4), Site::ENTRY);
     }
 
