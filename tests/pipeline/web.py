@@ -284,7 +284,10 @@ class Web:
 
     async def _post(self, path: str, asked: dict[str, Any], leave_after: float | None) -> None:
         body = json.dumps(asked).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(head.encode() + body)
         try:

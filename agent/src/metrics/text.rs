@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    catalogue::{Buckets, Family, Kind, Source, help},
+    catalogue::{Buckets, Family, Kind, help},
     number::{write_count, write_float},
     own::Own,
     store::{Child, Histogram, Store, Value},
@@ -57,7 +57,7 @@ impl Exposition {
     /// Appends the families of the pipelines without the agent's own: what a replay prints, the same everywhere.
     pub fn render_pipelines(&self, out: &mut Vec<u8>, format: Format) {
         let families = Family::ALL.iter().copied();
-        self.write(out, format, families.filter(|f| f.row().source != Source::Own));
+        self.write(out, format, families.filter(|f| !f.row().is_own()));
     }
 
     fn write(&self, out: &mut Vec<u8>, format: Format, families: impl Iterator<Item = Family>) {

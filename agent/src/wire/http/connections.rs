@@ -457,7 +457,8 @@ impl Connection {
             return;
         }
         self.find_request(input.start(), out);
-        while !input.is_empty() {
+        // A body that ends with what was read is over now: the answer comes before anything else is read.
+        while !input.is_empty() || matches!(self.inward, Inward::Body(Body::Length(0))) {
             match &mut self.inward {
                 Inward::Lost | Inward::Ignored => return,
                 Inward::Socket(frames) => {
