@@ -665,7 +665,7 @@ impl Reading {
         let recorded = self.recorder.as_ref().map(|recorder| {
             let mut owned = OwnedHttp::new(event);
             if recorder.redact {
-                self.observer.redact_http(&mut owned);
+                self.observer.redact_http(event, &mut owned);
             }
             owned
         });
@@ -788,7 +788,7 @@ impl Discovery {
                     warn!(pid, error = %source, "the kernel won't tell of its forks and its end: scans will");
                 }
                 self.members.insert(pid);
-                if matches!(process.role, Role::ApiServer | Role::ApiWorker { .. }) {
+                if process.role.serves_http() {
                     let pipeline = self.pipelines.get(&process.pipeline);
                     let is_root = pipeline.is_some_and(|pipeline| pipeline.root == process.key);
                     let is_fresh = process.key.start_ticks > self.own_start;

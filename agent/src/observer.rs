@@ -295,11 +295,9 @@ impl Observer {
     }
 
     /// Blanks the content of a connection's event for a recording. To be called before [`Self::http`] takes it.
-    pub fn redact_http(&self, http: &mut OwnedHttp) {
-        let original = http.clone();
+    pub fn redact_http(&self, event: &HttpEvent<'_>, http: &mut OwnedHttp) {
         if let HttpWhat::Received(bytes) | HttpWhat::Sent(bytes) = &mut http.what {
-            self.http
-                .redact(&original.event(0), &mut bytes.head, &mut bytes.tail);
+            self.http.redact(event, &mut bytes.head, &mut bytes.tail);
         }
     }
 
@@ -378,12 +376,8 @@ impl Observer {
     /// Takes a stat event.
     pub fn stat(&mut self, sender: Sender, now_ns: u64, head: &Head, event: &Event) {
         if let Event::Lost(lost) = event {
-            #[expect(
-                clippy::cast_precision_loss,
-                reason = "a count above 2^53 may lose its last bits"
-            )]
             self.own
-                .add(Family::OmnitapStatEventsLostTotal, &[], lost.events as f64);
+                .add(Family::OmnitapStatEventsLostTotal, &[], total(lost.events));
             self.stat_result(event.name(), "accepted");
             return;
         }

@@ -193,15 +193,14 @@ fn x86_64_returns(code: &[u8]) -> Vec<Site> {
 
 /// `ret`, `retaa`, `retab`. Instructions have one size; data among them would have to look like these.
 fn aarch64_returns(code: &[u8]) -> Vec<Site> {
-    let (words, rest) = code.as_chunks::<4>();
-    if !rest.is_empty() {
+    if !code.len().is_multiple_of(4) {
         return Vec::new();
     }
     let is_return = |word: u32| word & 0xffff_fc1f == 0xd65f_0000 || word & 0xffff_fbff == 0xd65f_0bff;
-    words
+    words(code)
         .iter()
         .enumerate()
-        .filter(|(_, word)| is_return(u32::from_le_bytes(**word)))
+        .filter(|(_, word)| is_return(**word))
         .map(|(before, _)| a_return(4 * before as u64, before))
         .collect()
 }
@@ -459,7 +458,8 @@ fn passed_once(code: &[u8], site: u64) -> bool {
 }
 
 /// Passes over hints (`nop`, `bti`, `paciasp`), stores, `mov` and `add`/`sub` of an immediate into registers
-/// other than those of the arguments, and an `int` that is widened in place; takes the first simulated instruction; anything else ends the search.
+/// other than those of the arguments, and an `int` that is widened in place; takes the first simulated instruction;
+/// anything else ends the search.
 fn aarch64(code: &[u8], arguments: u8) -> Option<Site> {
     let mut words = code.chunks_exact(4).zip(0_u64..);
     for skipped in 0..=MAX_SKIPPED {

@@ -49,8 +49,6 @@ enum At {
     /// Where result and three arguments of its system call can be had: behind the call, with both in their registers;
     /// else in front of it by this program, and behind it by [`program::HTTP_RETURN`].
     Io(&'static str),
-    /// As [`At::Entry`], and on each return [`program::STORE_RETURN`].
-    Call(u8),
 }
 
 /// A function to probe.
@@ -133,14 +131,14 @@ const STORE: [Wanted; 2] = [
     Wanted {
         name: "mooncake::RealClient::put",
         parameters: Some(&["basic_string<char", "&, std::span<char const", ">, "]),
-        program: program::STORE_PUT,
-        at: At::Call(4),
+        program: program::STORE_RETURN,
+        at: At::Whole(4, program::STORE_PUT),
     },
     Wanted {
         name: "mooncake::RealClient::get_buffer",
         parameters: Some(&["basic_string<char"]),
-        program: program::STORE_GET,
-        at: At::Call(3),
+        program: program::STORE_RETURN,
+        at: At::Whole(3, program::STORE_GET),
     },
 ];
 
@@ -463,13 +461,6 @@ impl Finder {
                     .collect());
             }
             At::Whole(arguments, entry) => {
-                let site = site::choose(self.arch, &function.code, arguments);
-                let returns = site::returns(self.arch, &function.code);
-                let returns = returns.into_iter().map(|site| own(wanted.program, site));
-                return Ok(returns.chain([own(entry, site)]).collect());
-            }
-            At::Io(note) => note,
-            At::Call(arguments) => {
                 let returns = if function.is_whole {
                     site::returns(self.arch, &function.code)
                 } else {
@@ -478,12 +469,11 @@ impl Finder {
                 if returns.is_empty() {
                     return Ok(Vec::new());
                 }
-                let entry = site::choose(self.arch, &function.code, arguments);
-                let returns = returns.into_iter().map(|site| own(program::STORE_RETURN, site));
-                return Ok(std::iter::once(own(wanted.program, entry))
-                    .chain(returns)
-                    .collect());
+                let site = site::choose(self.arch, &function.code, arguments);
+                let returns = returns.into_iter().map(|site| own(wanted.program, site));
+                return Ok(std::iter::once(own(entry, site)).chain(returns).collect());
             }
+            At::Io(note) => note,
         };
         // A server always has threads.
         let behind = site::of_threads(self.arch, &function.code, behind());
