@@ -291,8 +291,12 @@ class Orchestrator:
                 "scalar_data": None,
             }
             add.additional_information = {"entries": {"hidden": entry}}
-        request.stages[stage] = truth.AtStage(replica, arrival, time.monotonic(), max_tokens, work.prompt)
-        await self._send(client, rank, wire.ADD, add)
+        frames = self.encoder.encode(add)
+        at = truth.AtStage(replica, arrival, time.monotonic(), max_tokens, work.prompt)
+        if stage > 0 and request.stages[stage - 1].finished and not sc.has_payloads(self.scenario):
+            at.carried = sum(memoryview(frame).nbytes for frame in frames)
+        request.stages[stage] = at
+        await self._send(client, rank, wire.ADD, frames)
 
     async def user(self, phase: int, index: int) -> None:
         """One user's request, from its arrival to its end or abort."""
@@ -339,10 +343,9 @@ class Orchestrator:
                 if isinstance(client, PictureClient):
                     await self._send_picture(client, diffusion.abort([request.id]))
                 else:
-                    await self._send(client, rank, wire.ABORT, [request.id])
+                    await self._send(client, rank, wire.ABORT, self.encoder.encode([request.id]))
 
-    async def _send(self, client: Client, rank: int, tag: bytes, message: Any) -> None:
-        frames = self.encoder.encode(message)
+    async def _send(self, client: Client, rank: int, tag: bytes, frames: list[bytes]) -> None:
         self.frames += 2 + len(frames)
         await client.send(rank, tag, frames)
 

@@ -50,6 +50,8 @@ class AtStage(msgspec.Struct):
     submitted: float
     max_tokens: int | None
     prompt: int
+    # Bytes of the message that handed over the output of the stage before; None: it comes by another way.
+    carried: int | None = None
     queued: float | None = None
     scheduled: float | None = None
     first: float | None = None
@@ -117,6 +119,8 @@ class Truth:
                 self._add("num_preemptions_total", stage, replica, 1)
         if at.first is None:
             at.first = timestamp
+            if self.omni and at.carried is not None:
+                self._handed_on(request, stage, at)
             self._observe("time_to_first_token_seconds", stage, replica, wall(timestamp) - at.arrival)
             self._prefill(stage, at, output.prefill_stats)
         else:
@@ -124,6 +128,20 @@ class Truth:
         at.last = timestamp
         if isinstance(output, wire.OmniOutput) and output.multimodal_output:
             self._audio(request, stage, at, output.multimodal_output, timestamp)
+
+    def _handed_on(self, request: Request, stage: int, at: AtStage) -> None:
+        """The output of the stage before has come with the request itself."""
+        before = request.stages[stage - 1]
+        edge = {
+            "from_stage": stage - 1,
+            "from_replica": before.replica,
+            "to_stage": stage,
+            "to_replica": at.replica,
+        }
+        self.log.observe("vllm_omni:transfer_size_bytes", edge, at.carried)
+        self.log.observe("vllm_omni:transfer_tx_s", edge, at.submitted - before.last)
+        if at.queued is not None:
+            self.log.observe("vllm_omni:transfer_in_flight_s", edge, at.queued - at.submitted)
 
     def _prefill(self, stage: int, at: AtStage, stats: wire.PrefillStats | None) -> None:
         if stats is None:

@@ -163,10 +163,6 @@ impl Truth {
             }
         }
         for (series, &value) in &scrape.samples {
-            // Every request that goes on to a stage is a hop; their number and sizes have tests of their own.
-            if series.name.starts_with("vllm_omni:transfer_") {
-                continue;
-            }
             let ours = series
                 .labels
                 .get("model_name")
