@@ -316,6 +316,26 @@ fn with_one_replica_it_does_not_matter_whose_stream_it_is() {
 }
 
 #[test]
+fn a_stream_keeps_its_samples_when_its_request_was_taken_for_anothers() {
+    let mut play = speaking();
+    play.writes(1_210, 1, 24_000);
+    // The process was busy: it took neither arrival right after reading. The first request goes to the second
+    // exchange, which streams on when that request has been given up.
+    play.asks(2_000, 2, Endpoint::Speech, Ask::default());
+    play.asks(2_030, 3, Endpoint::Speech, Ask::default());
+    play.add(2_060, 0, add_streamed("speech-b", 2_050));
+    play.add(2_061, 0, add_streamed("speech-c", 2_051));
+    play.abort(2_250, 0, "speech-b");
+    play.tick(4_000);
+    play.answers(4_000, 3, 200, true);
+    play.writes(4_030, 3, 24_000);
+    play.writes(4_040, 3, 24_000);
+    play.ends(4_050, 3, End::Whole);
+    assert_close(&play.sink.seen(Family::OmniAudioTtfpS, 1), &[0.210, 2.0]);
+    assert_eq!(play.sink.seen(Family::OmniAudioUnderrunS, 1).len(), 1);
+}
+
+#[test]
 fn the_id_in_an_answer_settles_a_guess() {
     let mut play = two_replicas();
     for exchange in [1, 2] {

@@ -69,8 +69,12 @@ enum Case {
     OmniOff,
     /// As omni, with the forwarder of stat events in it
     Forwarder,
+    /// As forwarder, with the server's own page as a source too
+    Together,
     /// vLLM-Omni, a language model and a diffusion stage in a process of its own
     Ardit,
+    /// vLLM-Omni, a diffusion stage inside the API process
+    Inline,
     /// vLLM-Omni's connectors between two stages without a model
     Connectors,
 }
@@ -83,9 +87,16 @@ impl Case {
             Self::Omni => "omni",
             Self::OmniOff => "omni-off",
             Self::Forwarder => "forwarder",
+            Self::Together => "together",
             Self::Ardit => "ardit",
+            Self::Inline => "inline",
             Self::Connectors => "connectors",
         }
+    }
+
+    /// Whether the server tells the agent what happens in it.
+    fn forwards(self) -> bool {
+        matches!(self, Self::Forwarder | Self::Together)
     }
 
     /// `None`: there is none.
@@ -93,9 +104,10 @@ impl Case {
         match self {
             Self::Vllm => Some(Kind::Vllm { parallel: false }),
             Self::VllmParallel => Some(Kind::Vllm { parallel: true }),
-            Self::Omni | Self::Forwarder => Some(Kind::Omni { log_stats: true }),
+            Self::Omni | Self::Forwarder | Self::Together => Some(Kind::Omni { log_stats: true }),
             Self::OmniOff => Some(Kind::Omni { log_stats: false }),
-            Self::Ardit => Some(Kind::Picture),
+            Self::Ardit => Some(Kind::Picture { inline: false }),
+            Self::Inline => Some(Kind::Picture { inline: true }),
             Self::Connectors => None,
         }
     }
@@ -195,9 +207,10 @@ fn one_case(
     folder: &Path,
 ) -> Result<bool> {
     let log = folder.join("server.log");
-    let mut server = match case {
-        Case::Forwarder => Server::start_with(kit, kind, &log, kit::forward)?,
-        _ => Server::start(kit, kind, &log)?,
+    let mut server = if case.forwards() {
+        Server::start_with(kit, kind, &log, kit::forward)?
+    } else {
+        Server::start(kit, kind, &log)?
     };
     at_rest(&server.metrics())?;
     let mut run = attended((case, kind), args, agent, &server, folder)?;
@@ -219,7 +232,7 @@ fn one_case(
     let hops = run
         .agent
         .as_ref()
-        .filter(|_| case != Case::Forwarder)
+        .filter(|_| !case.forwards())
         .is_none_or(|agent| hops_equal(&run.segments, agent));
     match (case, run.server, run.agent) {
         (Case::OmniOff, _, Some(agent)) => {
@@ -258,15 +271,18 @@ fn attended(
         fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
     };
     let socket = kit::stat_socket();
-    // What the agent reads from the server's own page would agree with it.
-    let mut flags = vec!["--engine-metrics=off"];
-    if case == Case::Forwarder {
+    // What the agent reads from the server's own page would agree with it: only what is counted twice would show.
+    let mut flags = match case {
+        Case::Together => vec!["--engine-metrics=fill", "--engine-metrics.interval=1s"],
+        _ => vec!["--engine-metrics=off"],
+    };
+    if case.forwards() {
         flags.extend(["--stat-socket.path", socket.to_str().context("odd path")?]);
     }
     let mut watcher = agent
         .map(|program| Agent::start(program, server.process.pid(), &folder.join("agent.log"), &flags))
         .transpose()?;
-    if let (Case::Forwarder, Some(watcher)) = (case, &watcher) {
+    if let (true, Some(watcher)) = (case.forwards(), &watcher) {
         watcher.wait_for_forwarder()?;
         // The first events hand the families over from the tap, whose values of transfers mean something else.
         load::at_once(server.port, &load::requests(kind, 12), 1)?;
@@ -280,6 +296,7 @@ fn attended(
             program,
             &recording(case),
             &folder.join("record.log"),
+            &folder.join("agent.log"),
         )?),
         _ => None,
     };
@@ -299,7 +316,7 @@ fn attended(
         keep("agent-after.txt", &after)?;
         let after = Exposition::parse(&after)?;
         agent::without_losses(&after)?;
-        if case == Case::Forwarder {
+        if case.forwards() {
             agent::all_told(&after)?;
         }
         let (status, took) = watcher.stop()?;

@@ -97,6 +97,8 @@ pub(super) struct Exchanges {
     /// When an engine died last.
     pub(super) engine_died_ns: Option<u64>,
     pub(super) ambiguous_joins: u64,
+    /// Where written audio came from last.
+    pub(super) last_audio: Option<AudioPlace>,
     /// Scopes of stages that run inside the API process.
     pub(super) inline_scopes: FxHashMap<u32, ScopeId>,
 }

@@ -81,24 +81,40 @@ impl PipelineState {
     /// The stage that gives an exchange's audio.
     fn audio_of(&mut self, id: ExchangeId) -> Result<AudioPlace, &'static str> {
         let exchange = self.exchanges.get_mut(id).ok_or("not_joined")?;
-        let (is_ambiguous, place) = (exchange.is_ambiguous, exchange.place);
-        let joined = exchange.joined.clone().ok_or("not_joined")?;
-        let place = place
-            .or_else(|| {
-                let request = self.book.request(joined.request)?;
-                (request.serial == joined.serial).then(|| self.audio_place(request))?
-            })
-            .ok_or("no_audio_stage")?;
-        let replicas = self
+        let is_ambiguous = exchange.is_ambiguous;
+        let (joined, mut place) = (exchange.joined.clone(), exchange.place);
+        if let Some(joined) = &joined
+            && place.is_none()
+            && let Some(request) = self.book.request(joined.request)
+            && request.serial == joined.serial
+        {
+            place = self.audio_place(request);
+        }
+        match place {
+            Some(place) if is_ambiguous && !self.is_only_replica(place) => Err("ambiguous_join"),
+            Some(place) => {
+                self.exchanges.last_audio = Some(place);
+                Ok(place)
+            }
+            // Audio that is written comes from somewhere. Where no request of this exchange tells, since it was not
+            // joined or to the wrong one, only one place may be left.
+            None => self
+                .exchanges
+                .last_audio
+                .filter(|place| self.is_only_replica(*place))
+                .ok_or(if joined.is_some() { "no_audio_stage" } else { "not_joined" }),
+        }
+    }
+
+    /// Whether the stage has one replica alone, so that it does not matter whose audio it is.
+    fn is_only_replica(&self, place: AudioPlace) -> bool {
+        let mut replicas = self
             .engines
             .iter()
             .filter(|(_, engine)| engine.is_llm && engine.stage == place.stage)
-            .filter_map(|(_, engine)| engine.scope);
-        // With one replica it does not matter whose audio it is.
-        if is_ambiguous && replicas.into_iter().any(|scope| scope != place.scope) {
-            return Err("ambiguous_join");
-        }
-        Ok(place)
+            .filter_map(|(_, engine)| engine.scope)
+            .peekable();
+        replicas.peek().is_some() && replicas.all(|scope| scope == place.scope)
     }
 
     /// The stage that gives a request's audio, as far as it has come.

@@ -152,14 +152,26 @@ fn is_engine(pid: u32) -> bool {
     })
 }
 
-/// Starts a recording of what the tap sees.
-pub(crate) fn record(program: &Path, file: &Path, log: &Path) -> Result<Process> {
+/// Starts a recording of what the tap sees, and waits until it has as many probes as the agent beside it.
+pub(crate) fn record(program: &Path, file: &Path, log: &Path, beside: &Path) -> Result<Process> {
     if let Some(folder) = file.parent() {
         fs::create_dir_all(folder)?;
     }
     let mut command = Command::new(program);
-    command.arg("record").arg(file);
-    Process::start("the recorder", &command, log)
+    // The fixture is of what the tap sees.
+    command
+        .arg("record")
+        .arg(file)
+        .env("OMNITAP_ENGINE_METRICS", "off");
+    let mut recorder = Process::start("the recorder", &command, log)?;
+    let probes = |log: &Path| {
+        let text = fs::read_to_string(log).unwrap_or_default();
+        text.matches(" probe on ").count()
+    };
+    recorder.wait_until("its probes", ATTACH * 4, Duration::from_millis(50), || {
+        probes(log) >= probes(beside)
+    })?;
+    Ok(recorder)
 }
 
 /// An error unless the agent says that it lost no event.

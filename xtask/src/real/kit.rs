@@ -28,8 +28,11 @@ pub(crate) enum Kind {
         /// Whether the server's own statistics are on (its default).
         log_stats: bool,
     },
-    /// vLLM-Omni with a language model and Stable Diffusion behind it.
-    Picture,
+    /// vLLM-Omni with Stable Diffusion.
+    Picture {
+        /// Whether it is the only stage, which runs inside the API process, instead of one behind a language model.
+        inline: bool,
+    },
 }
 
 /// The installed kit.
@@ -168,7 +171,8 @@ impl Kit {
         let (served, folder) = match kind {
             Kind::Vllm { .. } => ("tiny", "tiny-llama"),
             Kind::Omni { .. } => ("audex", "tiny-audex"),
-            Kind::Picture => ("picture", "tiny-picture"),
+            Kind::Picture { inline: false } => ("picture", "tiny-picture"),
+            Kind::Picture { inline: true } => ("picture", "tiny-picture/picture"),
         };
         [
             served.to_owned(),
@@ -212,7 +216,17 @@ impl Kit {
                     command.arg("--disable-log-stats");
                 }
             }
-            Kind::Picture => {
+            Kind::Picture { inline: true } => {
+                command
+                    .env("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+                    .arg(bin.join("vllm-omni"))
+                    .arg("serve")
+                    .arg(self.folder.join("tiny-picture/picture"))
+                    .args(["--omni", "--served-model-name", "picture"])
+                    // As the other deployment has it; the default is slow on CPUs without matrix units.
+                    .args(["--diffusion-load-format", "diffusers", "--dtype", "float32"]);
+            }
+            Kind::Picture { inline: false } => {
                 command
                     .env("VLLM_CPU_OMP_THREADS_BIND", "nobind")
                     .arg(files().join("vllm-omni"))

@@ -2,6 +2,7 @@
 
 use std::{
     io::{BufRead, BufReader, Read},
+    net::TcpStream,
     sync::{
         Mutex,
         atomic::{AtomicUsize, Ordering},
@@ -12,6 +13,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use serde_json::{Value, json};
+use tungstenite::Message;
 
 use super::kit::Kind;
 
@@ -44,6 +46,8 @@ pub(crate) enum Form {
     SpeechStream,
     /// Samples in server-sent events.
     SpeechEvents,
+    /// Samples as they are made, over a WebSocket.
+    SpeechSocket,
     /// Pictures in a JSON answer.
     Images,
 }
@@ -54,6 +58,7 @@ impl Form {
             Self::Completion | Self::CompletionStream => "/v1/completions",
             Self::Chat | Self::ChatStream => "/v1/chat/completions",
             Self::Speech | Self::SpeechStream | Self::SpeechEvents => "/v1/audio/speech",
+            Self::SpeechSocket => "/v1/audio/speech/stream",
             Self::Images => "/v1/images/generations",
         }
     }
@@ -99,7 +104,7 @@ pub(crate) fn requests(kind: Kind, count: usize) -> Vec<Request> {
         .map(|i| match kind {
             Kind::Vllm { .. } => text_request(i),
             Kind::Omni { .. } => speech_request(i),
-            Kind::Picture => picture_request(i),
+            Kind::Picture { .. } => picture_request(i),
         })
         .collect()
 }
@@ -154,10 +159,15 @@ fn text_request(i: usize) -> Request {
 }
 
 fn speech_request(i: usize) -> Request {
-    let form = [Form::Speech, Form::SpeechStream, Form::SpeechEvents]
-        .get(i % 3)
-        .copied()
-        .unwrap_or(Form::Speech);
+    let form = [
+        Form::Speech,
+        Form::SpeechStream,
+        Form::SpeechEvents,
+        Form::SpeechSocket,
+    ]
+    .get(i % 4)
+    .copied()
+    .unwrap_or(Form::Speech);
     let mut body = json!({
         "model": "audex",
         "voice": "default",
@@ -173,6 +183,7 @@ fn speech_request(i: usize) -> Request {
             body["stream"] = json!(true);
             body["stream_format"] = json!("sse");
         }
+        Form::SpeechSocket => body["stream_audio"] = json!(true),
         _ => {}
     }
     let leave = (i % 7 == 5).then(|| {
@@ -284,24 +295,16 @@ pub(crate) fn get(url: &str) -> Result<String> {
 }
 
 fn one(port: u16, request: &Request) -> Result<Outcome> {
+    if request.form == Form::SpeechSocket {
+        return socket(port, request);
+    }
     let url = format!("http://127.0.0.1:{port}{}", request.form.path());
     let limit = match request.leave {
         Some(Leave::Time(time)) => time,
         _ => LIMIT,
     };
     let start = Instant::now();
-    let mut outcome = Outcome {
-        form: request.form,
-        left: false,
-        seconds: 0.0,
-        first_packet: None,
-        finish: Vec::new(),
-        prompt_tokens: None,
-        text: request.body["input"].as_str().map_or(0, str::len),
-        output_tokens: None,
-        frames: 0,
-        images: 0,
-    };
+    let mut outcome = Outcome::of(request);
     let answer = match client(limit).post(url).send_json(&request.body) {
         Err(ureq::Error::Timeout(_)) if matches!(request.leave, Some(Leave::Time(_))) => {
             outcome.left = true;
@@ -345,6 +348,8 @@ fn one(port: u16, request: &Request) -> Result<Outcome> {
             outcome.left = seen == packets;
             outcome.frames = bytes / BYTES_A_FRAME;
         }
+        // Without an answer's body: see `socket`.
+        Form::SpeechSocket => {}
         Form::CompletionStream | Form::ChatStream | Form::SpeechEvents => {
             let mut seen = 0;
             for line in body.lines() {
@@ -366,6 +371,54 @@ fn one(port: u16, request: &Request) -> Result<Outcome> {
     Ok(outcome)
 }
 
+/// One utterance of a session of its own: a request like those over HTTP, and its samples as binary messages.
+fn socket(port: u16, request: &Request) -> Result<Outcome> {
+    let packets = match request.leave {
+        Some(Leave::Packets(n)) => n,
+        _ => usize::MAX,
+    };
+    let mut outcome = Outcome::of(request);
+    let peer = TcpStream::connect(("127.0.0.1", port))?;
+    peer.set_read_timeout(Some(LIMIT))?;
+    let url = format!("ws://127.0.0.1:{port}{}", request.form.path());
+    let (mut socket, _) =
+        tungstenite::client(url, peer).map_err(|error| anyhow::anyhow!("no WebSocket: {error}"))?;
+    let mut config = request.body.clone();
+    config["type"] = json!("session.config");
+    let text = config["input"].take();
+    socket.send(config.to_string().into())?;
+    socket.send(json!({"type": "input.text", "text": text}).to_string().into())?;
+    // The text is spoken as a whole once it is complete.
+    let start = Instant::now();
+    socket.send(json!({"type": "input.done"}).to_string().into())?;
+    let mut seen = 0;
+    loop {
+        match socket.read()? {
+            Message::Binary(samples) => {
+                outcome.first_packet.get_or_insert(start.elapsed().as_secs_f64());
+                outcome.frames += samples.len() / BYTES_A_FRAME;
+                seen += 1;
+                if seen == packets {
+                    outcome.left = true;
+                    break;
+                }
+            }
+            Message::Text(text) => {
+                let told: Value = serde_json::from_str(&text)?;
+                match told["type"].as_str() {
+                    Some("error") => anyhow::bail!("the session failed: {text}"),
+                    Some("session.done") => break,
+                    _ => {}
+                }
+            }
+            Message::Close(reason) => anyhow::bail!("the server closed the session: {reason:?}"),
+            _ => {}
+        }
+    }
+    outcome.seconds = start.elapsed().as_secs_f64();
+    Ok(outcome)
+}
+
 /// How many images a JSON answer has. One without any is an error.
 fn images(answer: &Value) -> Result<usize> {
     let images = answer["data"].as_array().map_or(0, Vec::len);
@@ -374,6 +427,22 @@ fn images(answer: &Value) -> Result<usize> {
 }
 
 impl Outcome {
+    /// Of a request that has not been sent yet.
+    fn of(request: &Request) -> Self {
+        Self {
+            form: request.form,
+            left: false,
+            seconds: 0.0,
+            first_packet: None,
+            finish: Vec::new(),
+            prompt_tokens: None,
+            text: request.body["input"].as_str().map_or(0, str::len),
+            output_tokens: None,
+            frames: 0,
+            images: 0,
+        }
+    }
+
     /// Takes what a JSON answer or event says.
     fn note(&mut self, answer: &Value) {
         for choice in answer["choices"].as_array().into_iter().flatten() {
@@ -405,8 +474,8 @@ mod tests {
 
     #[rstest]
     #[case::text(Kind::Vllm { parallel: false }, 4)]
-    #[case::speech(Kind::Omni { log_stats: true }, 3)]
-    #[case::pictures(Kind::Picture, 1)]
+    #[case::speech(Kind::Omni { log_stats: true }, 4)]
+    #[case::pictures(Kind::Picture { inline: false }, 1)]
     fn a_run_has_every_form_and_some_that_leave(#[case] kind: Kind, #[case] forms: usize) {
         let all = requests(kind, 30);
         let found: BTreeSet<Form> = all.iter().map(|r| r.form).collect();
