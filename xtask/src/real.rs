@@ -213,8 +213,9 @@ fn one_case(
         Server::start(kit, kind, &log)?
     };
     at_rest(&server.metrics())?;
-    let mut run = attended((case, kind), args, agent, &server, folder)?;
-    run.agent = run.agent.map(|page| page.of_models(&kit.models(kind)));
+    let models = kit.models(kind);
+    let mut run = attended((case, kind, &models[1]), args, agent, &server, folder)?;
+    run.agent = run.agent.map(|page| page.of_models(&models));
     server.process.stop(Duration::from_secs(30))?;
     fs::write(
         folder.join("requests.json"),
@@ -260,7 +261,7 @@ fn one_case(
 
 /// The part of a case during which the agent runs: it starts beside the running server and ends before it.
 fn attended(
-    (case, kind): (Case, Kind),
+    (case, kind, model): (Case, Kind, &str),
     args: &Args,
     agent: Option<&Path>,
     server: &Server,
@@ -276,6 +277,11 @@ fn attended(
         Case::Together => vec!["--engine-metrics=fill", "--engine-metrics.interval=1s"],
         _ => vec!["--engine-metrics=off"],
     };
+    // This server writes a title over its command line.
+    let names = format!("--host.model-name=DiffusionWorker={model}");
+    if case == Case::Inline {
+        flags.push(&names);
+    }
     if case.forwards() {
         flags.extend(["--stat-socket.path", socket.to_str().context("odd path")?]);
     }

@@ -691,7 +691,7 @@ families! {
          (before the answer was complete), cut (by the server), lost (events are missing).";
     OmnitapApiUnsupportedTotal "omnitap_api_unsupported_total"
         Counter, &["what"], Own, Nothing,
-        "Connections to API servers and answers that can't be read: http2, tls, compressed_websocket, content_coding.";
+        "Connections to API servers and answers that can't be read: http2, tls, content_coding.";
     OmnitapBpfRunSecondsTotal "omnitap_bpf_run_seconds_total"
         Counter, &["program"], Own, Nothing,
         "Seconds that the kernel spent inside a BPF program of the agent; needs BPF statistics on.";

@@ -11,8 +11,8 @@ use crate::{
     metrics::catalogue::Family,
 };
 
-/// Model name where neither the command line nor anything else tells it.
-const UNKNOWN_MODEL: &str = "unknown";
+/// Model name where neither the command line nor the configuration tells it.
+pub(super) const UNKNOWN_MODEL: &str = "unknown";
 
 /// Stages that are told apart: keys, which name them, may say anything.
 const MAX_STAGES: usize = 1024;

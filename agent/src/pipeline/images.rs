@@ -118,9 +118,7 @@ impl PipelineState {
             sink.skip(Family::OmniStageGenTimeS, "no_stage_times");
             return;
         };
-        let Some(scope) = self.inline_scope(stage, sink) else {
-            return;
-        };
+        let scope = self.inline_scope(stage, sink);
         let none = ExtraId::NONE;
         let generation = seconds(gen_ms);
         let diffusion = environment.labels.stage_type_diffusion;
@@ -143,14 +141,14 @@ impl PipelineState {
         }
     }
 
-    fn inline_scope<S: Sink + ?Sized>(&mut self, stage: u32, sink: &mut S) -> Option<ScopeId> {
+    fn inline_scope<S: Sink + ?Sized>(&mut self, stage: u32, sink: &mut S) -> ScopeId {
         if let Some(scope) = self.exchanges.inline_scopes.get(&stage) {
-            return Some(*scope);
+            return *scope;
         }
-        let scope = self.scope_of(Some(stage), Some(INLINE_REPLICA), self.max_model_len())?;
+        let scope = self.scope_of(Some(stage), Some(INLINE_REPLICA), self.max_model_len());
         let scope = sink.scope(&scope);
         self.exchanges.inline_scopes.insert(stage, scope);
-        Some(scope)
+        scope
     }
 
     /// Requests that a stage inside the API process has, where no stage is a process.

@@ -10,6 +10,7 @@ use super::{
         Aborting, Added, Book, Due, Finished, FinishedAudio, Part, PartState, Phase, Request, StageAudio,
         Task, UNKNOWN,
     },
+    edges::UNKNOWN_MODEL,
     engine::{Context, Engine, Snapshot, engine_number},
     forwards::Forward,
     http::{Client, Exchanges},
@@ -186,12 +187,8 @@ impl PipelineState {
         environment: &Environment,
         sink: &mut S,
     ) {
-        if self.scope.is_none()
-            && self.is_omni()
-            && self.apis > 0
-            && let Some(scope) = self.scope_of(None, None, None)
-        {
-            let scope = sink.scope(&scope);
+        if self.scope.is_none() && self.is_omni() && self.apis > 0 {
+            let scope = sink.scope(&self.scope_of(None, None, None));
             self.scope = Some(scope);
             let none = ExtraId::NONE;
             sink.add(Family::OmniPromptTokensTotal, scope, none, 0.0);
@@ -234,7 +231,7 @@ impl PipelineState {
         sink: &mut S,
     ) -> Option<ScopeId> {
         let engine = self.engines.get(index)?;
-        let scope = self.scope_of(Some(engine.stage?), Some(engine.replica?), self.max_model_len())?;
+        let scope = self.scope_of(Some(engine.stage?), Some(engine.replica?), self.max_model_len());
         let scope = sink.scope(&scope);
         let engine = self.engines.get_mut(index)?;
         engine.scope = Some(scope);
@@ -250,24 +247,24 @@ impl PipelineState {
             .or(self.ready.map(|(_, length)| length))
     }
 
-    /// `None`: the model is not known, so there is nothing to label samples with.
     pub(super) fn scope_of(
         &self,
         stage: Option<u32>,
         replica: Option<u32>,
         max_model_len: Option<u32>,
-    ) -> Option<Scope> {
+    ) -> Scope {
         let pipeline = &self.pipeline;
-        let model = pipeline.model.as_ref().or(pipeline.served_model.as_ref())?;
-        let served_model = pipeline.served_model.as_ref().unwrap_or(model);
-        Some(Scope {
+        let known = pipeline.model.as_deref().or(pipeline.served_model.as_deref());
+        let model = known.unwrap_or(UNKNOWN_MODEL);
+        let served_model = pipeline.served_model.as_deref().unwrap_or(model);
+        Scope {
             pipeline: pipeline.id,
-            model: model.clone(),
-            served_model: served_model.clone(),
+            model: model.to_owned(),
+            served_model: served_model.to_owned(),
             stage,
             replica,
             max_model_len,
-        })
+        }
     }
 
     pub(super) fn engine_gone<S: Sink + ?Sized>(

@@ -102,7 +102,11 @@ impl PipelineState {
                 .exchanges
                 .last_audio
                 .filter(|place| self.is_only_replica(*place))
-                .ok_or(if joined.is_some() { "no_audio_stage" } else { "not_joined" }),
+                .ok_or(if joined.is_some() {
+                    "no_audio_stage"
+                } else {
+                    "not_joined"
+                }),
         }
     }
 

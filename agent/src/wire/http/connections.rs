@@ -88,20 +88,13 @@ pub enum Unsupported {
     Http2,
     /// An encrypted connection whose plaintext was not seen.
     Tls,
-    /// A WebSocket with compressed messages.
-    CompressedWebsocket,
     /// An answer with a content coding.
     ContentCoding,
 }
 
 impl Unsupported {
     /// All of them.
-    pub const ALL: [Self; 4] = [
-        Self::Http2,
-        Self::Tls,
-        Self::CompressedWebsocket,
-        Self::ContentCoding,
-    ];
+    pub const ALL: [Self; 3] = [Self::Http2, Self::Tls, Self::ContentCoding];
 
     /// The label value.
     #[must_use]
@@ -109,7 +102,6 @@ impl Unsupported {
         match self {
             Self::Http2 => "http2",
             Self::Tls => "tls",
-            Self::CompressedWebsocket => "compressed_websocket",
             Self::ContentCoding => "content_coding",
         }
     }
@@ -619,7 +611,7 @@ impl Connection {
                     if !frames.begins_with_frame(input) {
                         return;
                     }
-                    self.outward = Outward::Socket(Frames::of_server());
+                    self.outward = Outward::Socket(frames.anew());
                 }
                 Outward::Socket(frames) => {
                     let mut heard = Vec::new();
@@ -704,7 +696,7 @@ impl Connection {
             let endpoint = front.endpoint;
             front.status = head.status;
             self.finish(End::Whole, out);
-            return self.upgraded(endpoint, head.is_deflated, out);
+            return self.upgraded(endpoint, head.is_deflated);
         }
         if (100..200).contains(&head.status) {
             self.outward = Outward::Head(HeadBuffer::default());
@@ -783,15 +775,13 @@ impl Connection {
 
     // ---- WebSocket ----
 
-    fn upgraded(&mut self, endpoint: Endpoint, is_deflated: bool, out: &mut Out<'_>) {
+    fn upgraded(&mut self, endpoint: Endpoint, is_deflated: bool) {
         if endpoint != Endpoint::Sentence {
             self.inward = Inward::Ignored;
             self.outward = Outward::Lost;
-        } else if is_deflated {
-            self.unsupported(Unsupported::CompressedWebsocket, out);
         } else {
-            self.inward = Inward::Socket(Frames::of_client());
-            self.outward = Outward::Socket(Frames::of_server());
+            self.inward = Inward::Socket(Frames::of_client(is_deflated));
+            self.outward = Outward::Socket(Frames::of_server(is_deflated));
         }
     }
 
@@ -799,6 +789,7 @@ impl Connection {
         for message in heard {
             let (time_ns, said) = match message {
                 Heard::Text { time_ns, text } => (*time_ns, Said::text(text)),
+                Heard::Inflated { time_ns, text } => (*time_ns, Said::inflated(text.as_deref())),
                 Heard::Binary { time_ns, bytes } => (*time_ns, Said::binary(*bytes)),
                 Heard::Close => continue,
             };
@@ -837,6 +828,10 @@ impl Connection {
                     let failed = failed || self.sentence.as_ref().is_some_and(|sentence| sentence.failed);
                     self.end_sentence(if failed { End::Failed } else { End::Whole }, out);
                 }
+                Said::Unclear => {
+                    out.shared.counts.breaks += 1;
+                    self.end_sentence(End::Lost, out);
+                }
                 Said::Other => {}
             }
         }
@@ -851,7 +846,9 @@ impl Connection {
     fn socket_broken(&mut self, out: &mut Out<'_>) {
         out.shared.counts.breaks += 1;
         self.end_sentence(End::Lost, out);
-        self.outward = Outward::SocketLost(Frames::of_server());
+        if let Outward::Socket(frames) = &self.outward {
+            self.outward = Outward::SocketLost(frames.anew());
+        }
     }
 
     // ---- ends ----

@@ -7,6 +7,7 @@
 mod answer;
 mod body;
 pub mod connections;
+mod deflate;
 mod ends;
 mod head;
 mod json;

@@ -2,6 +2,7 @@
 
 use super::{
     answer::base64_len,
+    deflate::{HOLE, Inflater},
     ends::Ends,
     json::{Fields, Value},
     note::AudioChunk,
@@ -12,6 +13,9 @@ use super::{
 /// Bytes that are kept of a text message's ends.
 const MAX_TEXT_FIRST: usize = 512;
 const MAX_TEXT_LAST: usize = 512;
+
+/// Longest message that is as good as empty when it is compressed.
+const MAX_EMPTY: u64 = 2;
 
 /// Longest payload of a control frame.
 const MAX_CONTROL: u64 = 125;
@@ -50,6 +54,8 @@ impl Opcode {
 struct Frame {
     opcode: Opcode,
     is_last: bool,
+    /// The first of three reserved bits: the message is compressed.
+    is_deflated: bool,
     mask: Option<[u8; 4]>,
     left: u64,
     /// Bytes of the payload so far, for the mask.
@@ -61,10 +67,12 @@ struct Frame {
 pub(super) struct Frames {
     /// Frames must be masked, as a client's are.
     masked: bool,
+    /// Messages may be compressed; what is needed to read them.
+    inflater: Option<Inflater>,
     header: Vec<u8>,
     frame: Option<Frame>,
-    /// Kind of the message at hand; text is kept.
-    message: Option<Message>,
+    /// Kind of the message at hand, and whether it is compressed; text is kept.
+    message: Option<(Message, bool)>,
     text: Ends,
     bytes: u64,
     first_ns: u64,
@@ -79,8 +87,20 @@ enum Message {
 /// What a piece of a WebSocket came to.
 #[derive(Clone, Debug)]
 pub(super) enum Heard {
-    Text { time_ns: u64, text: Ends },
-    Binary { time_ns: u64, bytes: u64 },
+    Text {
+        time_ns: u64,
+        text: Ends,
+    },
+    /// A text that was compressed, with holes; `None`: it can't be read.
+    Inflated {
+        time_ns: u64,
+        text: Option<Vec<u8>>,
+    },
+    /// `bytes` of `None`: it is compressed, and not empty.
+    Binary {
+        time_ns: u64,
+        bytes: Option<u64>,
+    },
     Close,
 }
 
@@ -89,17 +109,18 @@ pub(super) enum Heard {
 pub(super) struct NoFrame;
 
 impl Frames {
-    pub(super) fn of_client() -> Self {
-        Self::new(true)
+    pub(super) fn of_client(is_deflated: bool) -> Self {
+        Self::new(true, is_deflated)
     }
 
-    pub(super) fn of_server() -> Self {
-        Self::new(false)
+    pub(super) fn of_server(is_deflated: bool) -> Self {
+        Self::new(false, is_deflated)
     }
 
-    fn new(masked: bool) -> Self {
+    fn new(masked: bool, is_deflated: bool) -> Self {
         Self {
             masked,
+            inflater: is_deflated.then(Inflater::default),
             header: Vec::new(),
             frame: None,
             message: None,
@@ -107,6 +128,11 @@ impl Frames {
             bytes: 0,
             first_ns: 0,
         }
+    }
+
+    /// The same direction after a loss.
+    pub(super) fn anew(&self) -> Self {
+        Self::new(self.masked, self.inflater.is_some())
     }
 
     /// Takes the next bytes.
@@ -136,6 +162,8 @@ impl Frames {
                 let (payload, rest) = input.split(frame.left);
                 if let Some(trace) = &mut trace
                     && self.keeps_text(&frame)
+                    // Of a compressed text nothing can be left out, and it has what is spoken.
+                    && !self.is_deflated()
                 {
                     trace.mark(input, rest, Zone::Json(self.text.before()));
                 }
@@ -154,7 +182,7 @@ impl Frames {
 
     /// Whether bytes at the start of a call begin a frame that fits into it, to find the way again after a loss.
     pub(super) fn begins_with_frame(&self, input: Stretch<'_>) -> bool {
-        let mut trial = Self::new(self.masked);
+        let mut trial = self.anew();
         trial.header.extend(input.start().iter().take(14));
         match trial.parse_header() {
             Ok(Some((frame, header))) => {
@@ -186,11 +214,13 @@ impl Frames {
         let [first, second, rest @ ..] = self.header.as_slice() else {
             return Ok(None);
         };
-        // The first of three reserved bits is that of compressed messages, which are not followed.
-        if first & 0x70 != 0 {
+        let is_deflated = first & 0x40 != 0;
+        let opcode = Opcode::of(first & 0x0f).ok_or(NoFrame)?;
+        // Only the first frame of a message may say so, and only where both sides agreed.
+        let may_deflate = self.inflater.is_some() && matches!(opcode, Opcode::Text | Opcode::Binary);
+        if first & 0x30 != 0 || (is_deflated && !may_deflate) {
             return Err(NoFrame);
         }
-        let opcode = Opcode::of(first & 0x0f).ok_or(NoFrame)?;
         if (second & 0x80 != 0) != self.masked {
             return Err(NoFrame);
         }
@@ -220,6 +250,7 @@ impl Frames {
         let frame = Frame {
             opcode,
             is_last,
+            is_deflated,
             mask,
             left: len,
             passed: 0,
@@ -237,7 +268,7 @@ impl Frames {
         if self.message.is_some() {
             return Err(NoFrame);
         }
-        self.message = Some(fresh);
+        self.message = Some((fresh, frame.is_deflated));
         self.text.clear();
         self.bytes = 0;
         self.first_ns = time_ns;
@@ -256,7 +287,21 @@ impl Frames {
 
     /// Nothing of a client's texts is needed.
     fn keeps_text(&self, frame: &Frame) -> bool {
-        self.message == Some(Message::Text) && frame.mask.is_none() && !frame.opcode.is_control()
+        matches!(self.message, Some((Message::Text, _))) && frame.mask.is_none() && !frame.opcode.is_control()
+    }
+
+    fn is_deflated(&self) -> bool {
+        matches!(self.message, Some((_, true)))
+    }
+
+    /// The text that has been kept, decompressed.
+    fn inflated(&mut self) -> Option<Vec<u8>> {
+        let inflater = self.inflater.as_mut()?;
+        let text = self.text.before().and_then(|message| inflater.text(&message));
+        if text.is_none() {
+            inflater.forget();
+        }
+        text
     }
 
     fn frame_end(&mut self, frame: &Frame, heard: &mut Vec<Heard>) {
@@ -269,14 +314,26 @@ impl Frames {
                 }
                 let time_ns = self.first_ns;
                 match self.message.take() {
-                    Some(Message::Text) => heard.push(Heard::Text {
+                    // Nothing of a client's texts is needed.
+                    Some((Message::Text, true)) if frame.mask.is_none() => {
+                        let text = self.inflated();
+                        heard.push(Heard::Inflated { time_ns, text });
+                    }
+                    Some((Message::Text, _)) => heard.push(Heard::Text {
                         time_ns,
                         text: std::mem::replace(&mut self.text, Ends::new(MAX_TEXT_FIRST, MAX_TEXT_LAST)),
                     }),
-                    Some(Message::Binary) => heard.push(Heard::Binary {
-                        time_ns,
-                        bytes: self.bytes,
-                    }),
+                    Some((Message::Binary, is_deflated)) => {
+                        if is_deflated && let Some(inflater) = &mut self.inflater {
+                            inflater.forget();
+                        }
+                        let is_known = !is_deflated || self.bytes <= MAX_EMPTY;
+                        let bytes = if is_deflated { 0 } else { self.bytes };
+                        heard.push(Heard::Binary {
+                            time_ns,
+                            bytes: is_known.then_some(bytes),
+                        });
+                    }
                     None => {}
                 }
             }
@@ -300,8 +357,28 @@ pub(super) enum Said {
     Error,
     /// The sentence is over.
     Done { failed: bool },
+    /// It can't be read whole, and may be any of these.
+    Unclear,
     /// What matters to no family.
     Other,
+}
+
+/// Types of texts, as they begin.
+const TYPES: [(&[u8], Kind); 5] = [
+    (br#"{"type":"audio.start""#, Kind::Start),
+    (br#"{"type":"audio.chunk""#, Kind::Chunk),
+    (br#"{"type":"audio.done""#, Kind::Done),
+    (br#"{"type":"session.done""#, Kind::Session),
+    (br#"{"type":"error""#, Kind::Error),
+];
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Start,
+    Chunk,
+    Done,
+    Session,
+    Error,
 }
 
 impl Said {
@@ -330,17 +407,73 @@ impl Said {
         }
     }
 
-    /// Takes a binary message.
-    pub(super) fn binary(bytes: u64) -> Self {
-        if bytes == 0 {
+    /// Reads a text message that was compressed.
+    pub(super) fn inflated(text: Option<&[u8]>) -> Self {
+        let Some(text) = text else {
+            return Self::Unclear;
+        };
+        if !text.contains(&HOLE) {
+            let mut ends = Ends::new(text.len(), 0);
+            ends.push(Stretch::known(text));
+            return Self::text(&ends);
+        }
+        let fitting = TYPES.iter().filter(|(start, _)| fits(text, start));
+        let mut kinds = fitting.map(|(_, kind)| *kind);
+        let (Some(kind), None) = (kinds.next(), kinds.next()) else {
+            return Self::Unclear;
+        };
+        match kind {
+            Kind::Start => {
+                let name = br#""sample_rate":"#;
+                let streams = text.windows(name.len()).any(|part| fits(part, name));
+                // A hole that has room for the name may hide it.
+                let hidden = text
+                    .chunk_by(|a, b| a == b)
+                    .any(|run| run.first() == Some(&HOLE) && run.len() >= name.len() / 2);
+                if streams || !hidden {
+                    Self::Start { streams }
+                } else {
+                    Self::Unclear
+                }
+            }
+            // Whether there is audio in it is not known.
+            Kind::Chunk => Self::Unclear,
+            Kind::Done => {
+                let ends = |end: &[u8]| {
+                    let from = text.len().saturating_sub(end.len());
+                    text.get(from..).is_some_and(|last| fits(last, end))
+                };
+                match (ends(br#""error":false}"#), ends(br#""error":true}"#)) {
+                    (true, false) => Self::Done { failed: false },
+                    (false, true) => Self::Done { failed: true },
+                    _ => Self::Unclear,
+                }
+            }
+            Kind::Session => Self::Other,
+            Kind::Error => Self::Error,
+        }
+    }
+
+    /// Takes a binary message of so many bytes, where that is known.
+    pub(super) fn binary(bytes: Option<u64>) -> Self {
+        if bytes == Some(0) {
             return Self::Other;
         }
         Self::Audio(AudioChunk {
-            bytes,
+            bytes: bytes.unwrap_or(0),
             sample_rate: None,
             channels: None,
         })
     }
+}
+
+/// Whether a text with holes begins like this one; half of it must be known.
+fn fits(text: &[u8], like: &[u8]) -> bool {
+    let Some(text) = text.get(..like.len()) else {
+        return false;
+    };
+    let known = text.iter().filter(|&&byte| byte != HOLE).count();
+    known * 2 >= like.len() && text.iter().zip(like).all(|(a, b)| a == b || *a == HOLE)
 }
 
 #[cfg(test)]
@@ -357,7 +490,10 @@ mod tests {
             .iter()
             .map(|message| match message {
                 Heard::Text { text, .. } => format!("t{}", text.known().len),
-                Heard::Binary { bytes, .. } => format!("b{bytes}"),
+                Heard::Inflated { text, .. } => format!("i{}", text.as_ref().map_or(0, Vec::len)),
+                Heard::Binary { bytes, .. } => {
+                    bytes.map_or_else(|| "b?".to_owned(), |bytes| format!("b{bytes}"))
+                }
                 Heard::Close => "close".to_owned(),
             })
             .collect())
@@ -371,11 +507,11 @@ mod tests {
     #[case::empty(b"\x82\x00", &["b0"])]
     fn of_a_server(#[case] input: &[u8], #[case] expected: &[&str]) {
         assert_eq!(
-            heard(&mut Frames::of_server(), Stretch::known(input)).unwrap(),
+            heard(&mut Frames::of_server(false), Stretch::known(input)).unwrap(),
             expected
         );
         // Byte by byte.
-        let mut frames = Frames::of_server();
+        let mut frames = Frames::of_server(false);
         let pieces: Vec<String> = input
             .chunks(1)
             .flat_map(|piece| heard(&mut frames, Stretch::known(piece)).unwrap())
@@ -392,14 +528,44 @@ mod tests {
     #[case::text_within_a_text(b"\x01\x00\x01\x00")]
     fn no_frames_of_a_server(#[case] input: &[u8]) {
         assert_eq!(
-            heard(&mut Frames::of_server(), Stretch::known(input)),
+            heard(&mut Frames::of_server(false), Stretch::known(input)),
             Err(NoFrame)
         );
     }
 
     #[test]
+    fn compressed_where_both_sides_agreed() {
+        let input = b"\xc1\x03\x4a\x04\x00\xc2\x01\x00\xc2\x03\x4a\x04\x00\x82\x01a";
+        let expected = ["i1", "b0", "b?", "b1"];
+        assert_eq!(
+            heard(&mut Frames::of_server(true), Stretch::known(input)).unwrap(),
+            expected
+        );
+        assert_eq!(
+            heard(&mut Frames::of_server(true), Stretch::known(b"\xc9\x00")),
+            Err(NoFrame)
+        );
+    }
+
+    #[rstest]
+    #[case::done("{'type___audio.done___utterance_index':0,'error':false}", Said::Done { failed: false })]
+    #[case::failed("{'type___audio.done___utterance_index':0,'err__':true}", Said::Done { failed: true })]
+    #[case::done_or_failed("{'type':'audio.done','______________", Said::Unclear)]
+    #[case::start("{'type___audio.start','sentence_text':'hi','sampl_____e':24000}", Said::Start { streams: true })]
+    #[case::whole_file("{'type___audio.start','format':'wav'}", Said::Start { streams: false })]
+    #[case::start_of_either("{'type___audio.start','________________}", Said::Unclear)]
+    #[case::start_or_done("{'type':'audio._______________________", Said::Unclear)]
+    #[case::session("{'type':'session_______total_sentences':1}", Said::Other)]
+    #[case::error("{'type':'error___message':'no'}", Said::Error)]
+    #[case::all_holes("_______________________________________", Said::Unclear)]
+    fn compressed_texts_with_holes(#[case] text: &str, #[case] said: Said) {
+        let text = text.replace('\'', "\"").replace('_', "\0");
+        assert_eq!(Said::inflated(Some(text.as_bytes())), said);
+    }
+
+    #[test]
     fn of_a_client() {
-        let mut frames = Frames::of_client();
+        let mut frames = Frames::of_client(false);
         let input = b"\x81\x82abcd\x09\x0b\x88\x80abcd";
         assert_eq!(
             heard(&mut frames, Stretch::known(input)).unwrap(),
@@ -410,7 +576,7 @@ mod tests {
 
     #[test]
     fn the_middle_of_a_frame_may_be_unknown() {
-        let mut frames = Frames::of_server();
+        let mut frames = Frames::of_server(false);
         let mut input = b"\x82\x7e\x10\x00".to_vec();
         input.extend([1; 20]);
         let stretch = Stretch::new(4 + 4096, &input, &[2; 10]);
