@@ -224,6 +224,16 @@ fn objects_of_a_store_are_hops_too(#[case] key: &str) {
     assert_eq!(skips(&play.sink, "unknown_replica"), [1; 4]);
 }
 
+/// The client of Yuanrong's data system waits inside the get for what is not there yet.
+#[test]
+fn an_object_is_not_received_before_it_was_put() {
+    let mut play = Play::omni(2);
+    let key = "speech-a-1a2b3c4d_0_2:0_1";
+    play.put(engine(0, 0), key, 283, (1_000, 1_003));
+    play.get(engine(1, 0), key, (200, 1_005));
+    assert_hop(&play.sink, EDGE, [283.0, 0.003, 0.002, 0.0]);
+}
+
 #[rstest]
 #[case::another_programs("model/weights@0_1")]
 #[case::no_stages("speech-a-1a2b3c4d_0_2@east")]
@@ -555,6 +565,67 @@ fn a_read_runs_from_the_offer_to_the_release() {
     play.control(1_005, (engine(1, 0), 8), None, released);
     assert_close(&seen(&play.sink, SIZE, EDGE), &[262_144.0]);
     assert_close(&seen(&play.sink, RX, EDGE), &[0.004]);
+    assert_eq!(skips(&play.sink, "not_on_the_wire"), NOT_ON_THE_WIRE);
+    assert_eq!(play.tracker.transfers(), TransferCounts::default());
+}
+
+/// What the sender offers on another host, or before the agent looked, is read all the same.
+#[test]
+fn a_read_whose_question_was_not_seen_is_a_hop() {
+    let mut play = Play::omni(2);
+    let claim = "c2";
+    let offer = Control::Offer { claim, size: Some(5) };
+    play.control(1_001, (engine(0, 0), 9), Some(3), offer);
+    let released = Control::Released { key: KEY, claim };
+    play.control(1_005, (engine(1, 0), 8), None, released);
+    assert_eq!(seen(&play.sink, SIZE, EDGE), [5.0]);
+    assert_close(&seen(&play.sink, RX, EDGE), &[0.004]);
+}
+
+#[test]
+fn ends_of_reads_on_other_hosts_are_counted() {
+    let mut play = Play::omni(2);
+    let (receiver, sender) = ((engine(1, 0), 7), (engine(0, 0), 9));
+    let claim = "c";
+    play.control(1_000, receiver, None, Control::Claim { key: KEY, claim });
+    play.control(1_005, receiver, None, Control::Released { key: KEY, claim });
+    play.control(1_006, receiver, None, Control::Read { key: STAGED });
+    assert_eq!(skips(&play.sink, "offer_not_seen"), [2; 4]);
+    let offer = Control::Offer {
+        claim: "d",
+        size: None,
+    };
+    play.control(1_007, sender, Some(3), offer);
+    let ready = Control::Ready { key: STAGED, size: 5 };
+    play.control(1_008, sender, Some(3), ready);
+    assert_eq!(play.tracker.transfers().open, 2);
+    play.tick(302_000);
+    assert_eq!(skips(&play.sink, "receiver_not_seen"), [2; 4]);
+    assert_eq!(play.tracker.transfers().open, 0);
+}
+
+/// Yuanrong's transfer engine: asked as Mooncake's, read as NIXL's.
+#[test]
+fn a_read_runs_from_the_answer_to_the_clean_up() {
+    let mut play = Play::omni(2);
+    let (receiver, sender) = ((engine(1, 0), 7), (engine(0, 0), 9));
+    play.control(990, receiver, None, Control::Query { key: STAGED });
+    play.control(991, sender, Some(3), Control::Nothing);
+    // The first read fails.
+    for at in [1_000, 2_000] {
+        play.control(at, receiver, None, Control::Query { key: STAGED });
+        let ready = Control::Ready {
+            key: STAGED,
+            size: 262_144,
+        };
+        play.control(at + 1, sender, Some(3), ready);
+        assert_eq!(play.tracker.transfers().open, 1);
+    }
+    play.control(2_005, receiver, None, Control::Read { key: STAGED });
+    play.control(2_006, sender, Some(3), Control::Nothing);
+    assert_eq!(seen(&play.sink, SIZE, EDGE), [262_144.0]);
+    assert_close(&seen(&play.sink, RX, EDGE), &[0.004]);
+    assert_eq!(skips(&play.sink, "done_not_seen"), [1; 4]);
     assert_eq!(skips(&play.sink, "not_on_the_wire"), NOT_ON_THE_WIRE);
     assert_eq!(play.tracker.transfers(), TransferCounts::default());
 }
