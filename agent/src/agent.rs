@@ -932,16 +932,9 @@ impl Discovery {
             .flatten()
             .filter_map(|pid| fs::read(format!("/proc/{pid}/cmdline")).ok())
             .map(|line| String::from_utf8_lossy(&line).replace('\0', " "));
-        for line in command_lines {
-            if let Some(known) = self
-                .model_names
-                .iter()
-                .find(|known| line.contains(&known.pattern))
-            {
-                pipeline.model = Some(known.name.clone());
-                pipeline.served_model.get_or_insert_with(|| known.name.clone());
-                return;
-            }
+        if let Some(name) = ModelName::of(&self.model_names, command_lines) {
+            pipeline.model = Some(name.to_owned());
+            pipeline.served_model.get_or_insert_with(|| name.to_owned());
         }
     }
 }
