@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 
@@ -43,6 +42,11 @@ def connector(name, stage, port):
         extra |= {"metadata_server": "P2PHANDSHAKE", "master": f"{here}:{port}", "segment": 128 << 20}
         extra |= {"localbuf": 64 << 20, "proto": "tcp"}
     elif name == "yuanrong":
+        # The published package has its modules in a folder below the one that the connector imports them from.
+        from vllm_omni.distributed.omni_connectors.connectors import yuanrong_connector
+        from yr.datasystem.kv_client import KVClient, SetParam, WriteMode
+
+        vars(yuanrong_connector).update(KVClient=KVClient, SetParam=SetParam, WriteMode=WriteMode)
         extra |= {"port": port}
     return OmniConnectorFactory.create_connector(ConnectorSpec(name=CONNECTORS[name], extra=extra))
 
@@ -57,11 +61,6 @@ def payload(form, size, chunk):
 
 def stage(number, hub, coordinator, port, options):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if options.connector == "yuanrong":
-        # The published package has its modules in a folder below the one that vLLM-Omni looks in.
-        import yr.datasystem.kv_client
-
-        sys.modules |= {"datasystem": yr.datasystem, "datasystem.kv_client": yr.datasystem.kv_client}
     import setproctitle
 
     setproctitle.setproctitle(f"VLLM::StageEngineCoreProc_stage{number}_replica0_DP0")
