@@ -94,7 +94,12 @@ fn yuanrong_set(ctx: ProbeContext) {
         count(Counter::LostShmUnreadable);
         return;
     };
-    count(called(ShmStep::StorePut, behind_object(&ctx, 1), size, object(&ctx)));
+    count(called(
+        ShmStep::StorePut,
+        behind_object(&ctx, 1),
+        size,
+        object(&ctx),
+    ));
 }
 
 /// Entry of `Status ObjectClientImpl::Get(const std::vector<std::string> &keys, int64_t timeout,
@@ -204,7 +209,11 @@ fn returned(ctx: &ProbeContext, put: Success, get: Success) -> Counter {
         if step == 0 {
             return Counter::ShmIgnored;
         }
-        let success = if step == ShmStep::StoreGet as u64 { get } else { put };
+        let success = if step == ShmStep::StoreGet as u64 {
+            get
+        } else {
+            put
+        };
         let succeeded = if success == Success::Zero {
             RetProbeContext::new(ctx.as_ptr()).ret::<u64>() as u32 == 0
         } else {

@@ -1,6 +1,10 @@
 //! KV caches that several ranks hand on, by frames as Mori's connector sends them: from the bytes to the text.
 
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::float_cmp,
+    reason = "a failed unwrap is a failed test; sums of whole numbers are exact"
+)]
 
 mod pipeline_support;
 
@@ -57,11 +61,16 @@ fn worker(stage: u32, rank: u32) -> u32 {
 /// Pairs of ranks that a cache passes between, as `get_kv_target_ranks` has them: each rank of the larger side once.
 fn pairs(from: u32, to: u32) -> Vec<(u32, u32)> {
     let most = from.max(to);
-    (0..most).map(|rank| (rank * from / most, rank * to / most)).collect()
+    (0..most)
+        .map(|rank| (rank * from / most, rank * to / most))
+        .collect()
 }
 
-/// What is sent for one key, in its order: whether by the receiver, and the payload.
-fn messages(key: &str, size: u64, with_query: bool) -> VecDeque<(bool, Vec<u8>)> {
+/// What is sent, in its order: whether by the receiver, and the payload.
+type Messages = VecDeque<(bool, Vec<u8>)>;
+
+/// What is sent for one key.
+fn messages(key: &str, size: u64, with_query: bool) -> Messages {
     let request_id = || format!("{key}@0_1");
     let query = [
         b"query_info".to_vec(),
@@ -184,7 +193,7 @@ proptest! {
         let (from, to) = (1 << from, 1 << to);
         let mut run = Run::new(from, to);
         // Each pair of ranks does one request after the other.
-        let mut work: Vec<((u32, u32), VecDeque<(bool, Vec<u8>)>)> = Vec::new();
+        let mut work: Vec<((u32, u32), Messages)> = Vec::new();
         let (mut hops, mut bytes) = (0_u32, 0_u64);
         for pair in pairs(from, to) {
             let mut all = VecDeque::new();

@@ -157,7 +157,13 @@ fn yuanrong_from_entry_to_return() {
     else {
         panic!("{seen:?}")
     };
-    let (&ShmWhat::Put { size: 1, start_ns: a }, &ShmWhat::Put { size: 70_000, start_ns: b }) = (one, many)
+    let (
+        &ShmWhat::Put { size: 1, start_ns: a },
+        &ShmWhat::Put {
+            size: 70_000,
+            start_ns: b,
+        },
+    ) = (one, many)
     else {
         panic!("{seen:?}")
     };

@@ -58,7 +58,9 @@ pub(crate) fn is_store(path: &[u8]) -> bool {
 /// Whether a file belongs to the client of Yuanrong's data system.
 pub(crate) fn is_yuanrong(path: &[u8]) -> bool {
     let mut parts = path.rsplit(|&b| b == b'/');
-    parts.next().is_some_and(|name| name.starts_with(b"libdatasystem.so"))
+    parts
+        .next()
+        .is_some_and(|name| name.starts_with(b"libdatasystem.so"))
         || parts.any(|folder| folder == b"datasystem")
 }
 
