@@ -37,6 +37,16 @@ pub mod program {
     pub const STORE_RETURN: &str = "store_return";
     /// The three that watch Mooncake's store.
     pub const STORE: [&str; 3] = [STORE_PUT, STORE_GET, STORE_RETURN];
+    /// Entry uprobe on `datasystem::object_cache::ObjectClientImpl::Set`, whose result is an object, or some
+    /// instructions behind it: it reads where that goes, the key and the value's length.
+    pub const YUANRONG_SET: &str = "yuanrong_set";
+    /// Entry uprobe on `datasystem::object_cache::ObjectClientImpl::Get`, in the same way: it reads where the result
+    /// goes, and the first key.
+    pub const YUANRONG_GET: &str = "yuanrong_get";
+    /// Uprobe on the returns of both.
+    pub const YUANRONG_RETURN: &str = "yuanrong_return";
+    /// The three that watch Yuanrong's data system.
+    pub const YUANRONG: [&str; 3] = [YUANRONG_SET, YUANRONG_GET, YUANRONG_RETURN];
     /// Uprobe in `read` and `recv`, behind the system call: result and arguments are in their registers (x86-64).
     /// The same holds for the programs up to [`HTTP_SYSCALL`].
     pub const HTTP_READ: &str = "http_read";
@@ -312,9 +322,9 @@ pub enum ShmStep {
     /// The lock is released after a [`ShmStep::Create`] whose segment was given a size, which is `size`, or
     /// after a [`ShmStep::Take`]. It has no name.
     Done = 4,
-    /// Mooncake's store has taken an object: a whole put, from `start_ns` on, of `size` bytes. The name is its key.
+    /// A store has taken an object: a whole put, from `start_ns` on, of `size` bytes. The name is its key.
     StorePut = 5,
-    /// Mooncake's store has given an object: a whole get, from `start_ns` on. The name is its key.
+    /// A store has given an object: a whole get, from `start_ns` on. The name is its key.
     StoreGet = 6,
 }
 

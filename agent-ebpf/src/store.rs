@@ -1,7 +1,7 @@
-//! Objects that a process puts into Mooncake's store, or takes from it.
+//! Objects that a process puts into Mooncake's store or Yuanrong's data system, or takes from there.
 //!
-//! The two functions are probed at their entry and at each of their returns, where the result is in its register. So a
-//! call is two hits, and one record. In between the call is remembered by its thread: neither calls the other.
+//! The functions are probed at their entry and at each of their returns, where the result is known. So a call is two
+//! hits, and one record. In between the call is remembered by its thread: none of them calls another.
 
 use aya_ebpf::{
     EbpfContext as _,
@@ -27,10 +27,23 @@ struct Call {
     /// Address of the key's first character, and its length.
     key: u64,
     key_len: u64,
-    /// Bytes that are put; for a get the address of its result.
+    /// Bytes that are put.
     size: u64,
+    /// Address of the result, where that is an object.
+    result: u64,
     /// A [`ShmStep`]; 0: it is over.
     step: u64,
+}
+
+/// How a result tells that a call worked.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Success {
+    /// A number that is 0.
+    Zero,
+    /// An object that begins with a pointer, which is not null: what was found.
+    Found,
+    /// An object that begins with a pointer, which is null: to what went wrong.
+    NoError,
 }
 
 /// Threads that ever called the store. Those of the past are evicted.
@@ -43,6 +56,7 @@ static NEW: Call = Call {
     key: 0,
     key_len: 0,
     size: 0,
+    result: 0,
     step: 0,
 };
 
@@ -57,27 +71,78 @@ struct Named {
 #[uprobe]
 fn store_put(ctx: ProbeContext) {
     let (key, size) = (arg(&ctx, 1), arg(&ctx, 3));
-    count(called(ShmStep::StorePut, key, size));
+    count(called(ShmStep::StorePut, key, size, 0));
 }
 
-/// Entry of `std::shared_ptr<BufferHandle> RealClient::get_buffer(const std::string &key)`. The result is written where
-/// the caller says: on x86-64 that is the first argument, on aarch64 it is none of them.
+/// Entry of `std::shared_ptr<BufferHandle> RealClient::get_buffer(const std::string &key)`.
 #[uprobe]
 fn store_get(ctx: ProbeContext) {
-    let (key, result) = if IS_AARCH64 {
-        // SAFETY: the registers at the probe, of which aarch64 has 31.
-        let x8 = unsafe { ctx.as_ptr().cast::<u64>().add(8).read() };
-        (arg(&ctx, 1), x8)
-    } else {
-        (arg(&ctx, 2), arg(&ctx, 0))
-    };
-    count(called(ShmStep::StoreGet, key, result));
+    count(called(ShmStep::StoreGet, behind_object(&ctx, 1), 0, object(&ctx)));
 }
 
 /// A return of either.
 #[uprobe]
 fn store_return(ctx: ProbeContext) {
-    count(returned(&ctx));
+    count(returned(&ctx, Success::Zero, Success::Found));
+}
+
+/// Entry of `Status ObjectClientImpl::Set(const std::string &key, const StringView &value, const SetParam &)`.
+#[uprobe]
+fn yuanrong_set(ctx: ProbeContext) {
+    // A view is the address and the number of its characters.
+    let Some(size) = word(behind_object(&ctx, 2) + 8) else {
+        count(Counter::LostShmUnreadable);
+        return;
+    };
+    count(called(
+        ShmStep::StorePut,
+        behind_object(&ctx, 1),
+        size,
+        object(&ctx),
+    ));
+}
+
+/// Entry of `Status ObjectClientImpl::Get(const std::vector<std::string> &keys, int64_t timeout,
+/// std::vector<Optional<Buffer>> &, bool, bool)`. vLLM-Omni asks for one key at a time.
+#[uprobe]
+fn yuanrong_get(ctx: ProbeContext) {
+    // A vector starts with the address of its first element.
+    let Some(key) = word(behind_object(&ctx, 1)) else {
+        count(Counter::LostShmUnreadable);
+        return;
+    };
+    count(called(ShmStep::StoreGet, key, 0, object(&ctx)));
+}
+
+/// A return of either.
+#[uprobe]
+fn yuanrong_return(ctx: ProbeContext) {
+    count(returned(&ctx, Success::NoError, Success::NoError));
+}
+
+/// Where a function whose result is an object writes it: the caller says that, on x86-64 in the first argument's place,
+/// on aarch64 in none of theirs.
+#[inline(always)]
+fn object(ctx: &ProbeContext) -> u64 {
+    if IS_AARCH64 {
+        // SAFETY: the registers at the probe, of which aarch64 has 31.
+        unsafe { ctx.as_ptr().cast::<u64>().add(8).read() }
+    } else {
+        arg(ctx, 0)
+    }
+}
+
+/// The argument of such a function, from 0, the object whose function it is.
+#[inline(always)]
+fn behind_object(ctx: &ProbeContext, n: usize) -> u64 {
+    arg(ctx, if IS_AARCH64 { n } else { n + 1 })
+}
+
+/// A word of the process's memory.
+#[inline(always)]
+fn word(address: u64) -> Option<u64> {
+    // SAFETY: the helper checks where it reads.
+    unsafe { bpf_probe_read_user(address as *const u64) }.ok()
 }
 
 #[inline(always)]
@@ -85,9 +150,9 @@ fn arg(ctx: &ProbeContext, n: usize) -> u64 {
     ctx.arg(n).unwrap_or(0)
 }
 
-/// A call begins. `key` is the address of a string; `size` as in [`Call`].
+/// A call begins. `key` is the address of a string; the rest is as in [`Call`].
 #[inline(always)]
-fn called(step: ShmStep, key: u64, size: u64) -> Counter {
+fn called(step: ShmStep, key: u64, size: u64, result: u64) -> Counter {
     let id = bpf_get_current_pid_tgid();
     if !is_watched((id >> 32) as u32, watch::SHM) {
         return Counter::ShmIgnored;
@@ -109,16 +174,14 @@ fn called(step: ShmStep, key: u64, size: u64) -> Counter {
     unsafe {
         // A call that left by another way, an exception or a jump to another function, was never seen to return.
         let is_open = (&raw const (*call).step).read() != 0;
-        let (Ok(address), Ok(len)) = (
-            bpf_probe_read_user(key as *const u64),
-            bpf_probe_read_user((key + 8) as *const u64),
-        ) else {
+        let (Some(address), Some(len)) = (word(key), word(key + 8)) else {
             (&raw mut (*call).step).write(0);
             return Counter::LostShmUnreadable;
         };
         (&raw mut (*call).key).write(address);
         (&raw mut (*call).key_len).write(len);
         (&raw mut (*call).size).write(size);
+        (&raw mut (*call).result).write(result);
         (&raw mut (*call).step).write(step as u64);
         (&raw mut (*call).start_ns).write(now());
         if is_open {
@@ -130,7 +193,7 @@ fn called(step: ShmStep, key: u64, size: u64) -> Counter {
 }
 
 #[inline(always)]
-fn returned(ctx: &ProbeContext) -> Counter {
+fn returned(ctx: &ProbeContext, put: Success, get: Success) -> Counter {
     let id = bpf_get_current_pid_tgid();
     if !is_watched((id >> 32) as u32, watch::SHM) {
         return Counter::ShmIgnored;
@@ -142,13 +205,20 @@ fn returned(ctx: &ProbeContext) -> Counter {
     unsafe {
         let step = (&raw const (*call).step).read();
         (&raw mut (*call).step).write(0);
-        let is_get = step == ShmStep::StoreGet as u64;
-        let succeeded = if is_get {
-            // An object was found where the pointer that is the result is not null.
-            bpf_probe_read_user((*call).size as *const u64).is_ok_and(|pointer| pointer != 0)
+        // Its begin was not seen.
+        if step == 0 {
+            return Counter::ShmIgnored;
+        }
+        let success = if step == ShmStep::StoreGet as u64 {
+            get
         } else {
-            let result = RetProbeContext::new(ctx.as_ptr()).ret::<u64>();
-            step == ShmStep::StorePut as u64 && result as u32 == 0
+            put
+        };
+        let succeeded = if success == Success::Zero {
+            RetProbeContext::new(ctx.as_ptr()).ret::<u64>() as u32 == 0
+        } else {
+            let pointer = word((&raw const (*call).result).read());
+            pointer.is_some_and(|pointer| (pointer == 0) == (success == Success::NoError))
         };
         let len = (&raw const (*call).key_len).read();
         if !succeeded || len == 0 || len > STORE_NAME_ROOM as u64 {
@@ -165,12 +235,7 @@ fn returned(ctx: &ProbeContext) -> Counter {
         (&raw mut (*header).step).write_volatile(step as u32);
         (&raw mut (*header).tgid).write_volatile((id >> 32) as u32);
         (&raw mut (*header).tid).write_volatile(id as u32);
-        let size = if is_get {
-            0
-        } else {
-            (&raw const (*call).size).read()
-        };
-        (&raw mut (*header).size).write_volatile(size);
+        (&raw mut (*header).size).write_volatile((&raw const (*call).size).read());
         (&raw mut (*header).reserved).write_volatile(0);
         (&raw mut (*header).name_len).write_volatile(len as u32);
         (&raw mut (*header).time_ns).write_volatile(now());

@@ -170,8 +170,6 @@ enum Notice {
 enum Attach {
     On(ProcessKey, ProbeSet),
     Off(ProcessKey, ProbeSet),
-    /// The process has a connector whose transfers are not seen.
-    Unseen(ProcessKey),
     FirstScanDone,
 }
 
@@ -189,6 +187,7 @@ fn load_tap(settings: &Settings, status: &Status) -> Result<(Option<Tap>, Option
         (ProbeSet::Shm, "transfers through shared memory"),
         (ProbeSet::Http, "HTTP connections"),
         (ProbeSet::Store, "transfers through Mooncake's store"),
+        (ProbeSet::Yuanrong, "transfers through Yuanrong's data system"),
         (ProbeSet::Tls, "HTTP connections that libssl encrypts"),
     ] {
         for (program, source) in tap.refused(set) {
@@ -896,11 +895,8 @@ impl Discovery {
         };
         let sets = ProbeSet::ALL.into_iter();
         let sets = sets.filter(|&set| self.belongs(set, key, role, pipeline));
-        for attach in sets
-            .map(|set| Attach::On(key, set))
-            .chain(connectors.unseen.then_some(Attach::Unseen(key)))
-        {
-            drop(self.attach.send(attach));
+        for set in sets {
+            drop(self.attach.send(Attach::On(key, set)));
         }
     }
 
@@ -919,6 +915,7 @@ impl Discovery {
             ProbeSet::Shm => role.has_connector() && is_omni(),
             ProbeSet::Http => role.serves_http() && self.http,
             ProbeSet::Store => role.has_connector() && is_omni() && self.host.connectors(key).store,
+            ProbeSet::Yuanrong => role.has_connector() && is_omni() && self.host.connectors(key).yuanrong,
             ProbeSet::Tls => self.tls.contains(&key),
         }
     }
@@ -935,16 +932,9 @@ impl Discovery {
             .flatten()
             .filter_map(|pid| fs::read(format!("/proc/{pid}/cmdline")).ok())
             .map(|line| String::from_utf8_lossy(&line).replace('\0', " "));
-        for line in command_lines {
-            if let Some(known) = self
-                .model_names
-                .iter()
-                .find(|known| line.contains(&known.pattern))
-            {
-                pipeline.model = Some(known.name.clone());
-                pipeline.served_model.get_or_insert_with(|| known.name.clone());
-                return;
-            }
+        if let Some(name) = ModelName::of(&self.model_names, command_lines) {
+            pipeline.model = Some(name.to_owned());
+            pipeline.served_model.get_or_insert_with(|| name.to_owned());
         }
     }
 }
@@ -984,8 +974,6 @@ struct Member {
     /// By [`ProbeSet::index`], those that it is to have, and those of them that are on.
     wanted: [bool; ProbeSet::ALL.len()],
     on: [bool; ProbeSet::ALL.len()],
-    /// It has a connector whose transfers are not seen.
-    unseen: bool,
     /// What the reader was told last.
     told: bool,
 }
@@ -994,7 +982,7 @@ impl Member {
     /// Whether all that it hands on by a connector is seen.
     fn sees_payloads(&self) -> bool {
         let wants_shm = self.wanted.get(ProbeSet::Shm.index()) == Some(&true);
-        wants_shm && !self.unseen && self.wanted.iter().zip(self.on).all(|(wanted, on)| !wanted || on)
+        wants_shm && self.wanted.iter().zip(self.on).all(|(wanted, on)| !wanted || on)
     }
 }
 
@@ -1024,7 +1012,6 @@ impl Attacher {
                         mark(&mut member.on, set, false);
                     });
                 }
-                Ok(Attach::Unseen(key)) => self.member(key, |member| member.unseen = true),
                 Ok(Attach::FirstScanDone) => self.status.set_scanned(),
                 Err(RecvTimeoutError::Timeout) => {
                     if let Some(((_, key, set), attempts)) = self.retries.pop_first() {

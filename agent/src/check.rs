@@ -617,6 +617,11 @@ fn try_tap(facts: &Facts, report: &mut Report) {
             "trial: store",
             "transfers through Mooncake's store",
         ),
+        (
+            ProbeSet::Yuanrong,
+            "trial: data system",
+            "transfers through Yuanrong's data system",
+        ),
     ] {
         if let [(name, e), ..] = tap.refused(set) {
             report.add(

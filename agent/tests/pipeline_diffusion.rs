@@ -5,7 +5,7 @@
 mod pipeline_support;
 
 use omnitap::{
-    host::identity::{Flavor, Role},
+    host::identity::{Change, Flavor, Role},
     metrics::catalogue::Family,
     pipeline::tracker::Limits,
     wire::{
@@ -13,7 +13,7 @@ use omnitap::{
         message::{FinishReason, Message, SchedulerStats},
     },
 };
-use pipeline_support::{API, Play, add, assert_close, first, last};
+use pipeline_support::{API, Play, add, assert_close, engine, first, key_of, last};
 use rstest::rstest;
 
 /// Sockets of the API server to the first and second replica of the diffusion stage.
@@ -49,6 +49,7 @@ fn ask(play: &mut Play, at_ms: u64, lane: usize, id: &str) {
     let steps = Some(20);
     let message = Diffusion::Add(DiffusionAdd {
         request_id: id,
+        size: 700,
         steps,
     });
     play.send_on(at_ms, API, LANES[lane], &Message::Diffusion(message));
@@ -97,7 +98,9 @@ fn generation(play: &Play) -> Vec<f64> {
 
 /// What of the pipeline's own families was skipped, and why.
 fn skipped(play: &Play) -> Vec<(Family, &'static str)> {
-    let of_pipeline = |(family, _): &&(Family, &str)| family.name().starts_with("vllm_omni:");
+    let of_pipeline = |(family, _): &&(Family, &str)| {
+        family.name().starts_with("vllm_omni:") && !family.name().contains(":transfer_")
+    };
     play.sink.skipped.keys().filter(of_pipeline).copied().collect()
 }
 
@@ -105,6 +108,87 @@ fn words_then_picture(play: &mut Play, id: &str) {
     play.add(100, 0, add(id, 0));
     play.out(200, 0, vec![first(id), last(id, FinishReason::Length)]);
     ask(play, 210, 0, id);
+}
+
+/// Size, tx and in-flight of the hops between the first replicas of both stages.
+fn hops(play: &Play) -> [Vec<f64>; 3] {
+    [
+        Family::OmniTransferSizeBytes,
+        Family::OmniTransferTxS,
+        Family::OmniTransferInFlightS,
+    ]
+    .map(|family| play.sink.seen_at(family, (None, None), &["0", "0", "1", "0"]))
+}
+
+/// From the start on all that the words' stage gives to a connector is seen.
+fn attend(play: &mut Play) {
+    let (key, seen) = (key_of(engine(0, 0)), true);
+    play.change(0, &Change::Payloads { key, seen });
+}
+
+/// What the words are made into travels in the request: the stages have no connector.
+#[rstest]
+#[case::with_a_picture(Diffusion::Result(result("r")))]
+#[case::with_a_part_of_it(Diffusion::Result(DiffusionResult { finished: Some(false), ..result("r") }))]
+#[case::that_fails(Diffusion::Error { request_id: "r", waiting: None })]
+fn the_request_is_a_hop_between_the_stages(#[case] answer: Diffusion<'_>) {
+    let mut play = pictures(1);
+    attend(&mut play);
+    words_then_picture(&mut play, "r");
+    assert_eq!(
+        hops(&play),
+        [NONE, NONE, NONE],
+        "who has it is not known before it answers"
+    );
+    say(&mut play, 4_210, 0, answer.clone());
+    // Said again, it is no other hop.
+    say(&mut play, 4_220, 0, answer);
+    let [sizes, tx, in_flight] = hops(&play);
+    assert_eq!((sizes, in_flight), (vec![700.0], vec![]));
+    assert_close(&tx, &[0.01]);
+}
+
+/// The cache of the words' stage goes through shared memory: the request beside it is no hop of its own.
+#[test]
+fn a_connector_between_the_stages_counts_alone() {
+    let mut play = pictures(1);
+    attend(&mut play);
+    let key = "omni_0_to_1_kv_cache_r-1a2b3c4d";
+    play.add(100, 0, add("r-1a2b3c4d", 0));
+    let outputs = vec![first("r-1a2b3c4d"), last("r-1a2b3c4d", FinishReason::Length)];
+    play.out(200, 0, outputs);
+    play.put(engine(0, 0), key, 283, (201, 202));
+    ask(&mut play, 210, 0, "r-1a2b3c4d");
+    play.get(picture(0), key, (212, 213));
+    say(&mut play, 4_210, 0, Diffusion::Result(result("r-1a2b3c4d")));
+    assert_eq!(hops(&play)[0], [283.0]);
+}
+
+/// Where the request was given to the picture's stage before the words were done, its input comes another way.
+#[test]
+fn a_request_before_the_words_is_no_hop() {
+    let mut play = pictures(1);
+    attend(&mut play);
+    play.add(100, 0, add("r", 0));
+    ask(&mut play, 110, 0, "r");
+    play.out(200, 0, vec![first("r"), last("r", FinishReason::Length)]);
+    say(&mut play, 4_210, 0, Diffusion::Result(result("r")));
+    assert_eq!(hops(&play), [NONE, NONE, NONE]);
+}
+
+#[test]
+fn a_connector_that_is_not_read_may_have_moved_the_words() {
+    let mut play = pictures(1);
+    let (key, seen) = (key_of(engine(0, 0)), false);
+    play.change(0, &Change::Payloads { key, seen });
+    words_then_picture(&mut play, "r");
+    say(&mut play, 4_210, 0, Diffusion::Result(result("r")));
+    assert_eq!(hops(&play), [NONE, NONE, NONE]);
+    assert_eq!(
+        play.sink
+            .skips(Family::OmniTransferSizeBytes, "connector_not_seen"),
+        1
+    );
 }
 
 #[test]
@@ -526,7 +610,7 @@ fn what_a_diffusion_stage_says_counts_from_it_alone() {
     let mut play = pictures(1);
     words_then_picture(&mut play, "r");
     let message = Message::Diffusion(Diffusion::Result(result("r")));
-    play.send(1_000, pipeline_support::engine(0, 0), &message);
+    play.send(1_000, engine(0, 0), &message);
     play.send(1_000, API, &message);
     assert_eq!(play.tracker.tracked_requests(), 1);
     assert_eq!(play.sink.sum(Family::OmniRequestsSuccessTotal), 0.0);

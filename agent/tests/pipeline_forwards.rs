@@ -181,11 +181,26 @@ fn an_edge_with_a_connector_counts_its_hops_alone(#[case] put_ms: u64) {
 #[case::pull(engine(1, 0), Control::Pull { key: "cmpl-a-1a2b3c4d_0_0@0_1", size: 9 })]
 #[case::claim(engine(1, 0), Control::Claim { key: KEY, claim: "c" })]
 #[case::offer_to_another_host(engine(0, 0), Control::Offer { claim: "c", size: None })]
+#[case::yuanrong_to_another_host(engine(0, 0), Control::Ready { key: "cmpl-a-1a2b3c4d_0_0@0_1", size: 9 })]
+#[case::yuanrong_from_another_host(engine(1, 0), Control::Read { key: "cmpl-a-1a2b3c4d_0_0@0_1" })]
 #[case::done_to_another_host(engine(0, 0), Control::Done { written: true })]
 fn messages_of_a_connector_tell_of_it_too(#[case] pid: u32, #[case] control: Control<'_>) {
     let mut play = attended(2);
     forward(&mut play, ID, 1_000, 700);
     play.control(1_030, (pid, 9), Some(1), control);
+    play.out(1_040, 1, vec![first(ID)]);
+    assert_eq!(hops(&play), 0);
+    assert_eq!(skips(&play, "connector_not_seen"), [0; 4]);
+}
+
+/// Also where the payload was put into a store, and nobody on this host takes it.
+#[rstest]
+#[case::mooncake("cmpl-a-1a2b3c4d_0_0@0_1")]
+#[case::yuanrong("cmpl-a-1a2b3c4d_0_0:0_1")]
+fn objects_of_a_store_tell_of_it_too(#[case] key: &str) {
+    let mut play = attended(2);
+    forward(&mut play, ID, 1_000, 700);
+    play.put(engine(0, 0), key, 283, (1_024, 1_025));
     play.out(1_040, 1, vec![first(ID)]);
     assert_eq!(hops(&play), 0);
     assert_eq!(skips(&play, "connector_not_seen"), [0; 4]);

@@ -135,6 +135,7 @@ fn show(play: &mut Play, names: &mut Names, now: u64, (request, replica): (usize
         Picture::Add { steps } => {
             let add = DiffusionAdd {
                 request_id: &id,
+                size: 100,
                 steps,
             };
             ask(play, Diffusion::Add(add));

@@ -224,6 +224,16 @@ fn objects_of_a_store_are_hops_too(#[case] key: &str) {
     assert_eq!(skips(&play.sink, "unknown_replica"), [1; 4]);
 }
 
+/// The client of Yuanrong's data system waits inside the get for what is not there yet.
+#[test]
+fn an_object_is_not_received_before_it_was_put() {
+    let mut play = Play::omni(2);
+    let key = "speech-a-1a2b3c4d_0_2:0_1";
+    play.put(engine(0, 0), key, 283, (1_000, 1_003));
+    play.get(engine(1, 0), key, (200, 1_005));
+    assert_hop(&play.sink, EDGE, [283.0, 0.003, 0.002, 0.0]);
+}
+
 #[rstest]
 #[case::another_programs("model/weights@0_1")]
 #[case::no_stages("speech-a-1a2b3c4d_0_2@east")]
@@ -557,6 +567,178 @@ fn a_read_runs_from_the_offer_to_the_release() {
     assert_close(&seen(&play.sink, RX, EDGE), &[0.004]);
     assert_eq!(skips(&play.sink, "not_on_the_wire"), NOT_ON_THE_WIRE);
     assert_eq!(play.tracker.transfers(), TransferCounts::default());
+}
+
+/// What the sender offers on another host, or before the agent looked, is read all the same.
+#[test]
+fn a_read_whose_question_was_not_seen_is_a_hop() {
+    let mut play = Play::omni(2);
+    let claim = "c2";
+    let offer = Control::Offer { claim, size: Some(5) };
+    play.control(1_001, (engine(0, 0), 9), Some(3), offer);
+    let released = Control::Released { key: KEY, claim };
+    play.control(1_005, (engine(1, 0), 8), None, released);
+    assert_eq!(seen(&play.sink, SIZE, EDGE), [5.0]);
+    assert_close(&seen(&play.sink, RX, EDGE), &[0.004]);
+}
+
+#[test]
+fn ends_of_reads_on_other_hosts_are_counted() {
+    let mut play = Play::omni(2);
+    let (receiver, sender) = ((engine(1, 0), 7), (engine(0, 0), 9));
+    let claim = "c";
+    play.control(1_000, receiver, None, Control::Claim { key: KEY, claim });
+    play.control(1_005, receiver, None, Control::Released { key: KEY, claim });
+    play.control(1_006, receiver, None, Control::Read { key: STAGED });
+    assert_eq!(skips(&play.sink, "offer_not_seen"), [2; 4]);
+    let offer = Control::Offer {
+        claim: "d",
+        size: None,
+    };
+    play.control(1_007, sender, Some(3), offer);
+    let ready = Control::Ready { key: STAGED, size: 5 };
+    play.control(1_008, sender, Some(3), ready);
+    assert_eq!(play.tracker.transfers().open, 2);
+    play.tick(302_000);
+    assert_eq!(skips(&play.sink, "receiver_not_seen"), [2; 4]);
+    assert_eq!(play.tracker.transfers().open, 0);
+}
+
+/// Yuanrong's transfer engine: asked as Mooncake's, read as NIXL's.
+#[test]
+fn a_read_runs_from_the_answer_to_the_clean_up() {
+    let mut play = Play::omni(2);
+    let (receiver, sender) = ((engine(1, 0), 7), (engine(0, 0), 9));
+    play.control(990, receiver, None, Control::Query { key: STAGED });
+    play.control(991, sender, Some(3), Control::Nothing);
+    // The first read fails.
+    for at in [1_000, 2_000] {
+        play.control(at, receiver, None, Control::Query { key: STAGED });
+        let ready = Control::Ready {
+            key: STAGED,
+            size: 262_144,
+        };
+        play.control(at + 1, sender, Some(3), ready);
+        assert_eq!(play.tracker.transfers().open, 1);
+    }
+    play.control(2_005, receiver, None, Control::Read { key: STAGED });
+    play.control(2_006, sender, Some(3), Control::Nothing);
+    assert_eq!(seen(&play.sink, SIZE, EDGE), [262_144.0]);
+    assert_close(&seen(&play.sink, RX, EDGE), &[0.004]);
+    assert_eq!(skips(&play.sink, "done_not_seen"), [1; 4]);
+    assert_eq!(skips(&play.sink, "not_on_the_wire"), NOT_ON_THE_WIRE);
+    assert_eq!(play.tracker.transfers(), TransferCounts::default());
+}
+
+#[test]
+fn an_offer_whose_size_was_cut_off_has_its_time() {
+    let mut play = Play::omni(2);
+    let claim = "c";
+    let offer = Control::Offer { claim, size: None };
+    play.control(1_000, (engine(0, 0), 9), Some(3), offer);
+    play.control(
+        1_004,
+        (engine(1, 0), 7),
+        None,
+        Control::Released { key: KEY, claim },
+    );
+    assert_close(&seen(&play.sink, RX, EDGE), &[0.004]);
+    assert_eq!(skips(&play.sink, "frame_cut"), [1, 0, 0, 0]);
+}
+
+#[test]
+fn equal_keys_and_attempts_of_two_pipelines_are_told_apart() {
+    let mut play = Play::omni(2);
+    play.change(0, &Change::Pipeline(pipeline(2, Flavor::Omni)));
+    for (stage, pid) in [(0, 500), (1, 510)] {
+        let role = Role::LlmStage {
+            stage: Some(stage),
+            replica: Some(7),
+        };
+        play.change(0, &Change::Process(process(2, pid, role)));
+    }
+    let ends = [(engine(0, 0), engine(1, 0), 1), (500, 510, 2)];
+    // Their sockets have the same addresses and numbers.
+    for (_, receiver, size) in ends {
+        let pull = Control::Pull { key: STAGED, size };
+        play.control(1_000, (receiver, 7), None, pull);
+    }
+    for (sender, ..) in ends {
+        play.control(1_001, (sender, 9), Some(3), Control::Done { written: true });
+    }
+    let claim = "c";
+    for (_, receiver, _) in ends {
+        play.control(1_002, (receiver, 7), None, Control::Claim { key: KEY, claim });
+    }
+    for (sender, _, size) in ends {
+        let size = Some(size + 10);
+        play.control(1_003, (sender, 9), Some(3), Control::Offer { claim, size });
+    }
+    for (_, receiver, _) in ends {
+        play.control(1_004, (receiver, 7), None, Control::Released { key: KEY, claim });
+    }
+    assert_eq!(seen(&play.sink, SIZE, EDGE), [1.0, 11.0]);
+    assert_eq!(seen(&play.sink, SIZE, ["0", "7", "1", "7"]), [2.0, 12.0]);
+    assert_eq!(play.tracker.transfers(), TransferCounts::default());
+}
+
+/// A number that libzmq gives to another socket is the other's from then on.
+#[test]
+fn numbers_of_receivers_are_used_again() {
+    let mut play = Play::omni(2);
+    play.start_engine(1, 1);
+    let sender = (engine(0, 0), 9);
+    for (at, replica) in [(1_000, 0), (2_000, 1)] {
+        let receiver = (engine(1, replica), 7);
+        play.control(at, receiver, None, Control::Query { key: STAGED });
+        let info = Control::Info { key: STAGED, size: 5 };
+        play.control(at + 1, sender, Some(3), info);
+        let pull = Control::Pull { key: STAGED, size: 5 };
+        play.control(at + 2, receiver, None, pull);
+        play.control(at + 9, sender, Some(3), Control::Done { written: true });
+        play.stop(at + 10, engine(1, replica));
+    }
+    assert_eq!(seen(&play.sink, SIZE, EDGE), [5.0]);
+    assert_eq!(seen(&play.sink, SIZE, ["0", "0", "1", "1"]), [5.0]);
+}
+
+#[test]
+fn a_pipeline_that_ends_takes_its_messages_along() {
+    let mut play = Play::omni(2);
+    let pull = Control::Pull { key: STAGED, size: 5 };
+    play.control(1_000, (engine(1, 0), 7), None, pull);
+    let offer = Control::Offer {
+        claim: "c",
+        size: None,
+    };
+    play.control(1_001, (engine(0, 0), 9), Some(3), offer);
+    assert_eq!(play.tracker.transfers().open, 2);
+    play.change(2_000, &Change::PipelineGone(PipelineId(1)));
+    assert_eq!(play.tracker.transfers().open, 0);
+    assert_eq!(skips(&play.sink, "pipeline_ended"), [2; 4]);
+}
+
+#[test]
+fn too_many_sockets_and_offers_are_counted() {
+    let limits = Limits {
+        max_transfers: 2,
+        ..Limits::default()
+    };
+    let mut play = Play::of(Flavor::Omni, limits);
+    play.start_engine(0, 0);
+    play.start_engine(1, 0);
+    for claim in ["a", "b", "c"] {
+        let offer = Control::Offer { claim, size: None };
+        play.control(1_000, (engine(0, 0), 9), Some(3), offer);
+    }
+    assert_eq!(skips(&play.sink, "table_full"), [1; 4]);
+    assert_eq!(play.tracker.transfers().open, 2);
+    for socket in 0..5_000 {
+        let pull = Control::Pull { key: STAGED, size: 5 };
+        play.control(1_000, (engine(1, 0), socket), None, pull);
+    }
+    assert_eq!(skips(&play.sink, "table_full"), [1 + 5_000 - 4_096; 4]);
+    assert_eq!(play.tracker.transfers().open, 2 + 4_096);
 }
 
 // ---- all the way to the text ----

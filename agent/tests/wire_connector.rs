@@ -141,7 +141,7 @@ struct Line {
 
 fn want(name: &str) -> Control<'static> {
     match name {
-        "mooncake query" | "mori query" => Control::Query { key: STAGED },
+        "mooncake query" | "mori query" | "yuanrong query" => Control::Query { key: STAGED },
         "mooncake info" | "mori info" => Control::Info {
             key: STAGED,
             size: SIZE,
@@ -164,6 +164,11 @@ fn want(name: &str) -> Control<'static> {
             key: RAW,
             claim: ATTEMPT,
         },
+        "yuanrong ready" => Control::Ready {
+            key: STAGED,
+            size: SIZE,
+        },
+        "yuanrong read" => Control::Read { key: STAGED },
         _ => Control::Nothing,
     }
 }
@@ -297,6 +302,7 @@ fn what_lacks_its_key_is_malformed() {
         &b"query_info\x80"[..],
         b"nixl_get_meta\x81\xa3key\xa1k",
         b"query_info\x91\x01",
+        b"cleanup_key\x80",
     ] {
         let decoded = decoder.frame(&frame(payload));
         assert_eq!(
@@ -327,7 +333,7 @@ proptest! {
 
     /// Damage is an error or another message, never more.
     #[test]
-    fn damaged_messages_do_no_harm(which in 0..16_usize, at in any::<prop::sample::Index>(), byte: u8, cut in any::<prop::sample::Index>()) {
+    fn damaged_messages_do_no_harm(which in 0..22_usize, at in any::<prop::sample::Index>(), byte: u8, cut in any::<prop::sample::Index>()) {
         let (_, mut payload, _) = messages().swap_remove(which);
         let at = at.index(payload.len());
         payload[at] = byte;

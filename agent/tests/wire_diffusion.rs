@@ -153,9 +153,9 @@ fn images(count: u32, pixels: u64) -> Images {
 
 /// Frames of which the head and the tail tell everything.
 #[rstest]
-#[case::text_prompt("request", Diffusion::Add(DiffusionAdd { request_id: ID, steps: Some(28) }))]
-#[case::default_steps("request with default steps", Diffusion::Add(DiffusionAdd { request_id: ID, steps: None }))]
-#[case::image_prompt("request to edit", Diffusion::Add(DiffusionAdd { request_id: ID, steps: Some(28) }))]
+#[case::text_prompt("request", Diffusion::Add(DiffusionAdd { request_id: ID, size: 0, steps: Some(28) }))]
+#[case::default_steps("request with default steps", Diffusion::Add(DiffusionAdd { request_id: ID, size: 0, steps: None }))]
+#[case::image_prompt("request to edit", Diffusion::Add(DiffusionAdd { request_id: ID, size: 0, steps: Some(28) }))]
 #[case::abort("abort", Diffusion::Abort(vec![ID, "img_gen-2"]))]
 #[case::call("call", Diffusion::Call)]
 #[case::shutdown("shutdown", Diffusion::Shutdown)]
@@ -206,8 +206,11 @@ fn images(count: u32, pixels: u64) -> Images {
 #[case::error("error", Diffusion::Error { request_id: ID, waiting: Some(1) })]
 #[case::error_of_a_call("error of a call", Diffusion::Reply)]
 #[case::return_of_a_call("return of a call", Diffusion::Reply)]
-fn head_and_tail_tell_everything(#[case] name: &str, #[case] want: Diffusion<'_>) {
+fn head_and_tail_tell_everything(#[case] name: &str, #[case] mut want: Diffusion<'_>) {
     let payload = payload(name);
+    if let Diffusion::Add(add) = &mut want {
+        add.size = payload.len() as u64;
+    }
     for part in [frame(&payload), captured(&payload, HEAD, TAIL)] {
         let mut decoder = decoder(role(name));
         let decoded = decoder.frame(&part);

@@ -13,6 +13,7 @@ from vllm_omni.distributed.omni_connectors.connectors import (
     mori_transfer_engine_connector as mori,
     nixl_connector as nixl,
 )
+from vllm_omni.platforms.npu.omni_connectors import yuanrong_transfer_engine_connector as yuanrong
 
 encode = msgspec.msgpack.encode
 KEY = "speech-0123456789abcdef-1a2b3c4d_0_2"
@@ -64,6 +65,21 @@ messages = {
     "nixl released": nixl._XFER_DONE_MSG + encode({"key": KEY, "generation": GENERATION, "claim_id": CLAIM}),
     "nixl released without claim": nixl._XFER_DONE_MSG + encode({"key": KEY, "generation": None, "claim_id": None}),
     "nixl ack": nixl._ACK,
+    "yuanrong query": yuanrong.QUERY_INFO + encode(yuanrong.QueryRequest(request_id=STAGED)),
+    "yuanrong ready": encode(
+        yuanrong.QueryResponse(
+            request_id=STAGED,
+            rpc_port=40_123,
+            data_size=SIZE,
+            is_fast_path=True,
+            src_addrs=[0x12C0_0000_0000],
+            lengths=[SIZE],
+        )
+    ),
+    "yuanrong not found": yuanrong.INFO_NOT_FOUND,
+    "yuanrong read": yuanrong.CLEANUP_KEY + encode(yuanrong.CleanupRequest(request_id=STAGED)),
+    "yuanrong ack": yuanrong.ACK_OK,
+    "yuanrong error": yuanrong.ACK_ERROR,
 }
 with (pathlib.Path(__file__).parent / "connectors.jsonl").open("w") as out:
     for name, payload in messages.items():

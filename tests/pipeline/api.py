@@ -200,6 +200,7 @@ class Orchestrator:
             request = self.requests.get(output.get("request_id"))
             if request is None or stage not in request.stages or request.stages[stage].finished:
                 continue
+            self.truth.handed_on(request, stage)
             if message["type"] == "result":
                 self.truth.picture(request, stage, output)
                 await self._go_on(request, stage, "stop")
@@ -269,8 +270,11 @@ class Orchestrator:
         if isinstance(client, PictureClient):
             steps = work.picture.steps
             at = truth.AtStage(replica, request.arrival, time.monotonic(), None, 0, steps=steps)
+            message = diffusion.request(request.id, steps)
+            if self._carries(request, stage):
+                at.carried = len(message)
             request.stages[stage] = at
-            await self._send_picture(client, diffusion.request(request.id, steps))
+            await self._send_picture(client, message)
             return
         max_tokens = self.scenario.phases[phase].requests[index].max_tokens
         kind = wire.OutputKind.DELTA if request.stream else wire.OutputKind.FINAL_ONLY
@@ -293,10 +297,14 @@ class Orchestrator:
             add.additional_information = {"entries": {"hidden": entry}}
         frames = self.encoder.encode(add)
         at = truth.AtStage(replica, arrival, time.monotonic(), max_tokens, work.prompt)
-        if stage > 0 and request.stages[stage - 1].finished and not sc.has_payloads(self.scenario):
+        if self._carries(request, stage):
             at.carried = sum(memoryview(frame).nbytes for frame in frames)
         request.stages[stage] = at
         await self._send(client, rank, wire.ADD, frames)
+
+    def _carries(self, request: truth.Request, stage: int) -> bool:
+        """Whether the request to this stage has the output of the one before with it."""
+        return stage > 0 and request.stages[stage - 1].finished and not sc.has_payloads(self.scenario)
 
     async def user(self, phase: int, index: int) -> None:
         """One user's request, from its arrival to its end or abort."""

@@ -119,8 +119,8 @@ class Truth:
                 self._add("num_preemptions_total", stage, replica, 1)
         if at.first is None:
             at.first = timestamp
-            if self.omni and at.carried is not None:
-                self._handed_on(request, stage, at)
+            if self.omni:
+                self.handed_on(request, stage)
             self._observe("time_to_first_token_seconds", stage, replica, wall(timestamp) - at.arrival)
             self._prefill(stage, at, output.prefill_stats)
         else:
@@ -129,8 +129,12 @@ class Truth:
         if isinstance(output, wire.OmniOutput) and output.multimodal_output:
             self._audio(request, stage, at, output.multimodal_output, timestamp)
 
-    def _handed_on(self, request: Request, stage: int, at: AtStage) -> None:
-        """The output of the stage before has come with the request itself."""
+    def handed_on(self, request: Request, stage: int) -> None:
+        """A stage answers: the output of the stage before may have come with the request itself."""
+        at = request.stages[stage]
+        carried, at.carried = at.carried, None
+        if carried is None:
+            return
         before = request.stages[stage - 1]
         edge = {
             "from_stage": stage - 1,
@@ -138,7 +142,7 @@ class Truth:
             "to_stage": stage,
             "to_replica": at.replica,
         }
-        self.log.observe("vllm_omni:transfer_size_bytes", edge, at.carried)
+        self.log.observe("vllm_omni:transfer_size_bytes", edge, carried)
         self.log.observe("vllm_omni:transfer_tx_s", edge, at.submitted - before.last)
         if at.queued is not None:
             self.log.observe("vllm_omni:transfer_in_flight_s", edge, at.queued - at.submitted)

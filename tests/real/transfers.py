@@ -20,6 +20,7 @@ CONNECTORS = {
     "mooncake": "MooncakeTransferEngineConnector",
     "mooncake-store": "MooncakeStoreConnector",
     "nixl": "NixlConnector",
+    "yuanrong": "YuanrongConnector",
 }
 
 
@@ -40,6 +41,13 @@ def connector(name, stage, port):
     elif name == "mooncake-store":
         extra |= {"metadata_server": "P2PHANDSHAKE", "master": f"{here}:{port}", "segment": 128 << 20}
         extra |= {"localbuf": 64 << 20, "proto": "tcp"}
+    elif name == "yuanrong":
+        # The published package has its modules in a folder below the one that the connector imports them from.
+        from vllm_omni.distributed.omni_connectors.connectors import yuanrong_connector
+        from yr.datasystem.kv_client import KVClient, SetParam, WriteMode
+
+        vars(yuanrong_connector).update(KVClient=KVClient, SetParam=SetParam, WriteMode=WriteMode)
+        extra |= {"port": port}
     return OmniConnectorFactory.create_connector(ConnectorSpec(name=CONNECTORS[name], extra=extra))
 
 
@@ -94,13 +102,34 @@ def master(port):
     program = os.path.join(os.path.dirname(mooncake.__file__), "mooncake_master")
     command = [program, f"--rpc_port={port}", "--enable_http_metadata_server=false", "--logtostderr"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    answers(port, "the store's master")
+    return process
+
+
+def answers(port, who):
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return process
+                return
         time.sleep(0.1)
-    raise SystemExit("the store's master does not answer")
+    raise SystemExit(f"{who} does not answer")
+
+
+def data_system(port, folder):
+    """Yuanrong's worker, which has the objects, and the service in it that keeps where each is."""
+    import yr.datasystem
+
+    package = os.path.dirname(yr.datasystem.__file__)
+    command = [os.path.join(package, "datasystem_worker"), f"--worker_address=127.0.0.1:{port}"]
+    command += [f"--metastore_address=127.0.0.1:{free_port()}", "--start_metastore_service=true"]
+    command += ["--shared_memory_size_mb=128", "--log_monitor=false", f"--unix_domain_socket_dir={folder}/uds"]
+    command += [f"--log_dir={folder}/logs", f"--rocksdb_store_dir={folder}/rocksdb"]
+    libraries = {"LD_LIBRARY_PATH": os.path.join(package, "lib")}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=folder, env=os.environ | libraries, **quiet)
+    answers(port, "the data system's worker")
+    return process
 
 
 def free_port():
@@ -134,9 +163,13 @@ def main():
     from vllm_omni.distributed.omni_coordinator import OmniCoordinatorRuntime
 
     port = free_port()
-    store = master(port) if options.connector == "mooncake-store" else None
+    folder = tempfile.TemporaryDirectory(prefix="omnitap-real-", ignore_cleanup_errors=True)
+    store = None
+    if options.connector == "mooncake-store":
+        store = master(port)
+    elif options.connector == "yuanrong":
+        store = data_system(port, folder.name)
     runtime = OmniCoordinatorRuntime(host="127.0.0.1", heartbeat_timeout=30)
-    folder = tempfile.TemporaryDirectory(prefix="omnitap-real-")
     hub = f"ipc://{folder.name}/hub"
     link = zmq.Context().socket(zmq.ROUTER)
     link.bind(hub)

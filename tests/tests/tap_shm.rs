@@ -164,7 +164,7 @@ fn probes_of_both_sets_come_and_go_by_themselves() {
     assert_eq!(stats.processes, 1);
     assert_eq!(
         stats.failures.map(|of_set| of_set.iter().sum::<u64>()),
-        [1, 1, 0, 0, 0]
+        [1, 1, 0, 0, 0, 0]
     );
     put(&mut process, &key("on"), 10);
     drop(attached);

@@ -1,4 +1,5 @@
-//! A library with the functions of Mooncake's store: its calls are told from entry to return.
+//! Libraries with the functions of Mooncake's store and of Yuanrong's data system: their calls are told from entry to
+//! return.
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -16,15 +17,20 @@ use omnitap::{
 use omnitap_ebpf::Counter;
 use tap_support::{Sender, can_run, load, python, script};
 
-/// A process with the library, which is gone from its folder by now. `None`, said aloud: there is no compiler.
+/// A process with the library of Mooncake's store.
 fn store() -> Option<Sender> {
+    client("mooncake/store.so", "store.cc")
+}
+
+/// A process with a client's library, which is gone from its folder by now. `None`, said aloud: there is no compiler.
+fn client(library: &str, source: &str) -> Option<Sender> {
     let folder = tempfile::tempdir().unwrap();
-    std::fs::create_dir(folder.path().join("mooncake")).unwrap();
-    let library = folder.path().join("mooncake/store.so");
+    let library = folder.path().join(library);
+    std::fs::create_dir(library.parent().unwrap()).unwrap();
     let compiled = Command::new("g++")
         .args(["-std=c++20", "-O2", "-shared", "-fPIC", "-s", "-o"])
         .arg(&library)
-        .arg(script("store.cc"))
+        .arg(script(source))
         .status();
     match compiled {
         Ok(status) => assert!(status.success()),
@@ -116,6 +122,62 @@ fn puts_and_gets_from_entry_to_return() {
 
     drop(store);
     sender.command(&format!("{{\"put\": \"{key}\", \"size\": 9}}"));
+}
+
+#[test]
+fn yuanrong_from_entry_to_return() {
+    if !can_run() {
+        return;
+    }
+    let Some(mut sender) = client("datasystem/libdatasystem.so", "yuanrong.cc") else {
+        return;
+    };
+    let (tap, mut reader) = load(&Settings::default());
+    let _shm = tap.attach_set(sender.key(), ProbeSet::Shm).unwrap();
+    let yuanrong = tap.attach_set(sender.key(), ProbeSet::Yuanrong).unwrap();
+    assert!(
+        yuanrong.probes().iter().all(|probe| probe.kind != SiteKind::Slow),
+        "{:?}",
+        yuanrong.probes()
+    );
+    let key = "r-1a2b3c4d_0_0:0_1";
+    // Nothing is what it does not take.
+    for size in [0, 1, 70_000] {
+        sender.command(&format!("{{\"put\": \"{key}\", \"size\": {size}}}"));
+    }
+    for key in ["missing-1a2b3c4d_0_0:0_1", key] {
+        sender.command(&format!("{{\"get\": \"{key}\"}}"));
+    }
+    let seen = events(&mut reader, 3);
+    let [
+        (first, OwnedShm { what: one, .. }),
+        (second, OwnedShm { what: many, .. }),
+        (third, OwnedShm { what: got, .. }),
+    ] = &seen[..]
+    else {
+        panic!("{seen:?}")
+    };
+    let (
+        &ShmWhat::Put { size: 1, start_ns: a },
+        &ShmWhat::Put {
+            size: 70_000,
+            start_ns: b,
+        },
+    ) = (one, many)
+    else {
+        panic!("{seen:?}")
+    };
+    let &ShmWhat::Get { start_ns: c } = got else {
+        panic!("{seen:?}")
+    };
+    assert!(first - a >= 2_000_000 && second - b >= 2_000_000 && third - c >= 3_000_000);
+    assert!(
+        seen.iter()
+            .all(|(_, event)| event.name == key && event.pid == sender.pid)
+    );
+    assert_eq!(counted(&tap, Counter::StoreUnreturned), 0);
+    assert_eq!(counted(&tap, Counter::ShmCaptured), 3);
+    assert!(tap.counters().unwrap().losses().all(|(_, count)| count == 0));
 }
 
 #[test]

@@ -275,6 +275,16 @@ pub struct ModelName {
     pub name: String,
 }
 
+impl ModelName {
+    /// The name that the first of these command lines gives in which a pattern is found.
+    pub(crate) fn of(names: &[Self], lines: impl IntoIterator<Item = String>) -> Option<&str> {
+        let mut known = lines
+            .into_iter()
+            .filter_map(|line| names.iter().find(|known| line.contains(&known.pattern)));
+        known.next().map(|known| known.name.as_str())
+    }
+}
+
 impl FromStr for ModelName {
     type Err = &'static str;
 
@@ -495,3 +505,28 @@ words!(LogLevel, "LEVEL", "not one of error, warn, info, debug, trace",
     "error" => Error, "warn" => Warn, "info" => Info, "debug" => Debug, "trace" => Trace);
 words!(LogFormat, "FORMAT", "not one of text, json", "text" => Text, "json" => Json);
 words!(EngineMetrics, "USE", "not one of off, fill", "off" => Off, "fill" => Fill);
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    /// Neither an API server nor a headless launcher: the title of the root process tells, else its parent's.
+    #[rstest]
+    #[case::root(&["replay.py: stage 0", "bash run-b.sh"], Some("org/a"))]
+    #[case::parent(&["python worker.py", "bash run-b.sh"], Some("org/b"))]
+    #[case::first_pattern(&["replay.py --from run-b.sh"], Some("org/a"))]
+    #[case::none(&["python worker.py", "bash"], None)]
+    #[case::no_process(&[], None)]
+    fn model_by_title_or_parent(#[case] lines: &[&str], #[case] want: Option<&str>) {
+        let names: Vec<ModelName> = ["replay.py=org/a", "run-b.sh=org/b"]
+            .iter()
+            .filter_map(|text| text.parse().ok())
+            .collect();
+        assert_eq!(
+            ModelName::of(&names, lines.iter().copied().map(str::to_owned)),
+            want
+        );
+    }
+}

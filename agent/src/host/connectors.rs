@@ -11,12 +11,13 @@ use super::{identity::ProcessKey, versions::mapped_paths};
 /// Client libraries that are mapped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Connectors {
-    /// Of a connector that arranges its transfers over ZMQ: Mooncake's transfer engine, Mori, NIXL.
+    /// Of a connector that arranges its transfers over ZMQ: Mooncake's transfer engine, Mori, NIXL, Yuanrong's transfer
+    /// engine.
     pub control: bool,
     /// Mooncake's store.
     pub store: bool,
-    /// Of one whose transfers are not seen: Yuanrong.
-    pub unseen: bool,
+    /// Yuanrong's data system.
+    pub yuanrong: bool,
 }
 
 impl Connectors {
@@ -35,9 +36,11 @@ impl Connectors {
             found.control |= folder == b"mooncake" && name.starts_with(b"engine.")
                 || below(b"mori")
                 || name.starts_with(b"libmori")
-                || name.starts_with(b"libnixl");
+                || name.starts_with(b"libnixl")
+                || folder == b"datasystem" && name.starts_with(b"_transfer_engine.");
             found.store |= is_store(path);
-            found.unseen |= below(b"datasystem") || name.starts_with(b"libdatasystem");
+            // Also one that lacks the functions to probe: then its transfers are known not to be seen.
+            found.yuanrong |= is_yuanrong(path);
         }
         found
     }
@@ -50,6 +53,15 @@ pub(crate) fn is_store(path: &[u8]) -> bool {
     name.starts_with(b"store.")
         && name.windows(3).any(|part| part == b".so")
         && parts.next() == Some(b"mooncake")
+}
+
+/// Whether a file belongs to the client of Yuanrong's data system.
+pub(crate) fn is_yuanrong(path: &[u8]) -> bool {
+    let mut parts = path.rsplit(|&b| b == b'/');
+    parts
+        .next()
+        .is_some_and(|name| name.starts_with(b"libdatasystem.so"))
+        || parts.any(|folder| folder == b"datasystem")
 }
 
 /// Shortest pause between two looks at a process.
@@ -104,7 +116,7 @@ impl Watch {
         let before = *known;
         known.control |= mapped.control;
         known.store |= mapped.store;
-        known.unseen |= mapped.unseen;
+        known.yuanrong |= mapped.yuanrong;
         *known != before
     }
 
@@ -124,7 +136,7 @@ mod tests {
     const NONE: Connectors = Connectors {
         control: false,
         store: false,
-        unseen: false,
+        yuanrong: false,
     };
     const CONTROL: Connectors = Connectors {
         control: true,
@@ -139,7 +151,13 @@ mod tests {
     #[case::mori("/v/site-packages/mori/libmori_pybinds.so", CONTROL)]
     #[case::nixl("/v/site-packages/.nixl_cu13.mesonpy.libs/libnixl.so", CONTROL)]
     #[case::nixl_deleted("/v/libnixl.so (deleted)", CONTROL)]
-    #[case::yuanrong("/v/datasystem/lib/libclient.so", Connectors { unseen: true, ..NONE })]
+    #[case::yuanrong("/v/yr/datasystem/lib/libdatasystem.so", Connectors { yuanrong: true, ..NONE })]
+    #[case::yuanrong_of_another_build("/v/datasystem/lib/libclient.so", Connectors { yuanrong: true, ..NONE })]
+    #[case::yuanrong_of_the_system("/usr/lib/libdatasystem.so.1", Connectors { yuanrong: true, ..NONE })]
+    #[case::yuanrong_engine(
+        "/v/yr/datasystem/_transfer_engine.cpython-311-x86_64-linux-gnu.so",
+        Connectors { yuanrong: true, ..CONTROL }
+    )]
     #[case::another_engine("/v/site-packages/other/engine.so", NONE)]
     #[case::no_library("/v/site-packages/mooncake/engine.py", NONE)]
     #[case::a_model("/models/mori/weights.bin", NONE)]

@@ -807,7 +807,7 @@ families! {
         "Probes that were taken off.";
     OmnitapProbeFailuresTotal "omnitap_probe_failures_total"
         Counter, &["probes", "reason"], Own, Nothing,
-        "Attempts to probe a process that failed, by what the probes are for (frames, shm, http, tls, store) and \
+        "Attempts to probe a process that failed, by what the probes are for (frames, shm, http, store, yuanrong, tls) and \
          reason.";
     OmnitapProbeHitsTotal "omnitap_probe_hits_total"
         Counter, &["result"], Own, Nothing,
@@ -968,6 +968,7 @@ pub fn markdown() -> String {
             );
         }
     }
+    text.push_str(MARKDOWN_TRANSFERS);
     text.push_str("\n## Sources\n\n| source | what it is |\n|---|---|\n");
     for source in Source::ALL {
         let _ = writeln!(text, "| {} | {} |", source.as_str(), source.describe());
@@ -1006,6 +1007,31 @@ engine: the newest.
 Gauges go with their process. Other children stay for the retention time (15 minutes by default) after their
 pipeline has ended, so that the last scrape interval is not lost, and live on when a new pipeline takes the same
 label values.
+";
+
+const MARKDOWN_TRANSFERS: &str = "
+## Transfers
+
+One observation for each payload that passes between two stages of this host: chunks of a request, and the shares of
+several ranks, are payloads of their own. What each family is depends on the connector that moves it:
+
+| connector | `transfer_size_bytes` | `transfer_tx_s` | `transfer_rx_s` | `transfer_in_flight_s` |
+|---|---|---|---|---|
+| SharedMemoryConnector | length of the segment | the sender's lock to its unlock | successful open to removal by the receiver | unlock to successful open; 0 where the receiver opened before |
+| Mooncake transfer engine, Mori | sum of the regions asked for | no sample: a copy into the sender's memory, without any message | request sent to `trans_done` sent: the wait for the sender, and its write | no sample: when the data was ready is not on the wire |
+| NIXL | `size` of the offer | no sample, as above | offer sent to release sent: connecting, registering memory, the read, and unpacking | no sample, as above |
+| Yuanrong transfer engine | `data_size` of the answer | no sample, as above | answer sent to clean-up sent: the read, and finding memory for it | no sample, as above |
+| Mooncake store | bytes given to `put` | the call of `put`, where it worked | the call of `get_buffer` that found the object | end of `put` to begin of `get_buffer`: also the time that nobody asked; 0 where it was asked for before |
+| Yuanrong data system | bytes given to `Set` | the call of `Set`, where it worked | the call of `Get` that found the object, from when it was there | end of `Set` to begin of `Get`, as above; 0 where `Get` waited for it |
+| none: the request carries the output | the request with its tensors | last output of the stage before sent to the request sent: the orchestrator's work | no sample: what the next stage does with a request has no end on the wire | request sent to its QUEUED event, which an LLM stage gives with log stats on; no sample without, and of diffusion stages |
+
+Not in any of them: the sender's Python making bytes of objects before the transfer, and the receiver's making objects of
+bytes after it (with NIXL the latter is in rx). NIXL's release follows a failed read too, which can't be told from one
+that worked. An edge with a connector counts the connector's payloads alone, and no requests.
+
+Where an end is on another host, nothing is observed: its replica, which is a label, is not known here. So are payloads
+that nobody took, and ends that were not seen. `omnitap_samples_skipped_total` counts them by reason, and
+[wire.md](wire.md#connectors) says what each reason means, and what was tested with which client.
 ";
 
 const MARKDOWN_TAIL: &str = "

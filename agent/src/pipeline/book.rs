@@ -689,7 +689,7 @@ impl Book {
         if let Some(lane) = self.lanes.get_mut(usize::from(place)) {
             lane.is_diffusion = true;
         }
-        let part = Part::diffusion(place, time_ns.max(1), add.steps);
+        let mut part = Part::diffusion(place, time_ns.max(1), add.steps);
         let Some(index) = self.find(add.request_id) else {
             // What was counted as complete without this stage must not count again.
             if self.is_recent(add.request_id) {
@@ -714,6 +714,7 @@ impl Book {
             return Err("too_many_stages");
         }
         request.parts.reserve_exact(1);
+        part.payload = request.payload(add.size);
         request.parts.push(part);
         Ok(())
     }

@@ -92,7 +92,7 @@ impl PipelineState {
                 let waiting = result.metrics.and_then(|metrics| metrics.waiting);
                 self.diffusion_waiting(index, time_ns, waiting, environment, sink);
                 if result.failed {
-                    self.diffusion_failed(result.request_id, time_ns, environment, sink);
+                    self.diffusion_failed(index, result.request_id, time_ns, environment, sink);
                 } else if !result.is_start {
                     self.diffusion_result(index, time_ns, result, environment, sink);
                 }
@@ -102,7 +102,7 @@ impl PipelineState {
             }
             Diffusion::Error { request_id, waiting } => {
                 self.diffusion_waiting(index, time_ns, *waiting, environment, sink);
-                self.diffusion_failed(request_id, time_ns, environment, sink);
+                self.diffusion_failed(index, request_id, time_ns, environment, sink);
             }
             Diffusion::Add(_)
             | Diffusion::Abort(_)
@@ -165,18 +165,23 @@ impl PipelineState {
 
     fn diffusion_failed<S: Sink + ?Sized>(
         &mut self,
+        index: usize,
         id: &str,
         time_ns: u64,
         environment: &Environment,
         sink: &mut S,
     ) {
-        let Some(index) = self.book.find(id) else { return };
+        let Some(request) = self.book.find(id) else { return };
         if self
             .book
-            .request(index)
+            .request(request)
             .is_some_and(|request| request.phase == Phase::Live)
         {
-            self.fail(index, Failure::StageError, time_ns, environment, sink);
+            // It had the request, whatever became of it.
+            if let Some(place) = self.book.claim_diffusion(request, engine_number(index)) {
+                self.book.payload_arrived(request, place, None);
+            }
+            self.fail(request, Failure::StageError, time_ns, environment, sink);
         }
     }
 
@@ -202,6 +207,7 @@ impl PipelineState {
         let Some(place) = self.book.claim_diffusion(request, number) else {
             return;
         };
+        self.book.payload_arrived(request, place, None);
         if let Some(pid) = self.book.pid_of(request, place) {
             self.book.bind_last_diffusion_lane(pid, &self.diffusion_engines());
         }

@@ -34,6 +34,8 @@ pub(super) enum Reason {
     DoneNotSeen,
     /// The sender told of a transfer that nobody here asked for.
     ReceiverNotSeen,
+    /// The receiver told of a transfer that nobody here offered.
+    OfferNotSeen,
     /// The sender told of a failure.
     Failed,
     /// Stage or replica of an end is not known.
@@ -60,6 +62,7 @@ impl Reason {
             Self::PutNotSeen => "put_not_seen",
             Self::DoneNotSeen => "done_not_seen",
             Self::ReceiverNotSeen => "receiver_not_seen",
+            Self::OfferNotSeen => "offer_not_seen",
             Self::Failed => "failed",
             Self::UnknownReplica => "unknown_replica",
             Self::TableFull => "table_full",

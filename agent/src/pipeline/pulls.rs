@@ -1,4 +1,4 @@
-//! Transfers that a receiver asks for over ZMQ: Mooncake's transfer engine, Mori, NIXL.
+//! Transfers that a receiver asks for over ZMQ: Mooncake's transfer engine, Mori, NIXL, Yuanrong's transfer engine.
 //!
 //! A receiver's REQ socket has one question open at a time. The sender's answers go to a number that libzmq gave that
 //! socket, and the answer "done" names nothing else. Whose number it is follows from an answer that names the key, or
@@ -49,14 +49,35 @@ enum What {
     Nothing,
 }
 
-/// Data that a NIXL receiver was shown and has not released.
+impl Asked {
+    fn has_queried(&self, key: &str) -> bool {
+        self.what == What::Query && *self.key == *key
+    }
+
+    fn has_claimed(&self, claim: &str) -> bool {
+        matches!(&self.what, What::Claim { claim: known } if **known == *claim)
+    }
+}
+
+/// Data that a receiver was shown, and has not said to have read: with NIXL and Yuanrong.
 #[derive(Debug)]
 struct Offered {
     from: (u32, Place),
-    to: (u32, Place),
-    key: Arc<str>,
+    /// `None`: its question was not seen, or it is on another host.
+    to: Option<u32>,
     size: Option<u64>,
     time_ns: u64,
+}
+
+impl Offered {
+    /// Nobody said that it was read.
+    fn never_read(&self) -> Hop {
+        Hop::none(if self.to.is_some() {
+            Reason::DoneNotSeen
+        } else {
+            Reason::ReceiverNotSeen
+        })
+    }
 }
 
 /// The transfers under way.
@@ -65,7 +86,7 @@ pub(super) struct Pulls {
     asked: FxHashMap<Socket, Asked>,
     /// The receiver's socket behind a number at a sender's socket.
     peers: FxHashMap<(Socket, u32), Socket>,
-    /// By the attempt's name.
+    /// By the attempt's name, with Yuanrong by the key.
     offered: Waiting<Offered>,
 }
 
@@ -104,15 +125,15 @@ impl Pulls {
     pub(super) fn tick<S: Sink + ?Sized>(&mut self, now_ns: u64, limits: &Limits, sink: &mut S) {
         let is_over = |time_ns: u64| now_ns.saturating_sub(time_ns) >= limits.transfer_timeout_ns;
         self.forget(Reason::DoneNotSeen, |_, asked| is_over(asked.time_ns), sink);
-        for _ in self.offered.take(|_, offered| is_over(offered.time_ns)) {
-            Hop::none(Reason::DoneNotSeen).skip(sink);
+        for (_, offered) in self.offered.take(|_, offered| is_over(offered.time_ns)) {
+            offered.never_read().skip(sink);
         }
     }
 
     pub(super) fn process_gone<S: Sink + ?Sized>(&mut self, pid: u32, sink: &mut S) {
         self.forget(Reason::ReceiverGone, |socket, _| socket.0 == pid, sink);
         self.peers.retain(|((sender, _), _), _| *sender != pid);
-        for _ in self.offered.take(|_, offered| offered.to.0 == pid) {
+        for _ in self.offered.take(|_, offered| offered.to == Some(pid)) {
             Hop::none(Reason::ReceiverGone).skip(sink);
         }
     }
@@ -183,8 +204,11 @@ impl With<'_> {
             Control::Query { key }
             | Control::Pull { key, .. }
             | Control::Claim { key, .. }
-            | Control::Released { key, .. } => Key::of_message(key).and_then(|key| key.from_stage),
-            Control::Info { .. } | Control::Done { .. } | Control::Offer { .. } => place.stage,
+            | Control::Released { key, .. }
+            | Control::Read { key } => Key::of_message(key).and_then(|key| key.from_stage),
+            Control::Info { .. } | Control::Ready { .. } | Control::Done { .. } | Control::Offer { .. } => {
+                place.stage
+            }
             Control::Nothing => None,
         };
         self.edges.connect(place.pipeline, from_stage);
@@ -196,49 +220,31 @@ impl With<'_> {
                 self.ask(socket, key, claim, time_ns, place, sink);
             }
             Control::Info { key, .. } => {
-                let is_it = |asked: &Asked| {
-                    asked.what == What::Query && *asked.key == *key && asked.place.pipeline == place.pipeline
-                };
-                if let Some(receiver) = self.receiver(socket, peer, is_it, true)
-                    && let Some(asked) = self.pulls.asked.get_mut(&receiver)
-                {
-                    asked.what = What::Nothing;
-                }
+                self.answered(socket, peer, place, |asked| asked.has_queried(key));
             }
             Control::Done { written } => self.done(socket, peer, written, time_ns, place, sink),
             Control::Offer { claim, size } => {
-                let is_it = |asked: &Asked| {
-                    matches!(&asked.what, What::Claim { claim: known } if **known == *claim)
-                        && asked.place.pipeline == place.pipeline
-                };
-                let Some(receiver) = self.receiver(socket, peer, is_it, true) else {
-                    return;
-                };
-                let Some(asked) = self.pulls.asked.get_mut(&receiver) else {
-                    return;
-                };
-                asked.what = What::Nothing;
+                let to = self.answered(socket, peer, place, |asked| asked.has_claimed(claim));
                 let offered = Offered {
                     from: (socket.0, place),
-                    to: (receiver.0, asked.place),
-                    key: Arc::clone(&asked.key),
+                    to,
                     size,
                     time_ns,
                 };
-                let name = HopKey::new(place.pipeline, claim.into());
-                let max = self.limits.max_transfers;
-                if self.pulls.offered.insert(name, offered, max).is_some() {
-                    Hop::none(Reason::TableFull).skip(sink);
-                }
+                self.offer(claim, offered, sink);
             }
-            Control::Released { claim, .. } => {
-                let name = HopKey::new(place.pipeline, claim.into());
-                if let Some(offered) = self.pulls.offered.remove(&name) {
-                    let size = offered.size.map(as_f64).ok_or(Reason::FrameCut);
-                    let rx = seconds_between(offered.time_ns, time_ns);
-                    self.hop(&offered.key, offered.from, offered.to, size, rx, sink);
-                }
+            Control::Ready { key, size } => {
+                let to = self.answered(socket, peer, place, |asked| asked.has_queried(key));
+                let offered = Offered {
+                    from: (socket.0, place),
+                    to,
+                    size: Some(size),
+                    time_ns,
+                };
+                self.offer(key, offered, sink);
             }
+            Control::Released { key, claim } => self.read(key, claim, (socket.0, place), time_ns, sink),
+            Control::Read { key } => self.read(key, key, (socket.0, place), time_ns, sink),
             Control::Nothing => {}
         }
     }
@@ -271,6 +277,52 @@ impl With<'_> {
         {
             Hop::none(Reason::DoneNotSeen).skip(sink);
         }
+    }
+
+    /// The receiver that has its answer now: the one whom it fits (`is_it`).
+    fn answered(
+        &mut self,
+        sender: Socket,
+        peer: Option<u32>,
+        place: Place,
+        is_it: impl Fn(&Asked) -> bool,
+    ) -> Option<u32> {
+        let is_it = |asked: &Asked| asked.place.pipeline == place.pipeline && is_it(asked);
+        let receiver = self.receiver(sender, peer, is_it, true)?;
+        self.pulls.asked.get_mut(&receiver)?.what = What::Nothing;
+        Some(receiver.0)
+    }
+
+    /// A receiver knows where its data is, and can read it.
+    fn offer<S: Sink + ?Sized>(&mut self, name: &str, offered: Offered, sink: &mut S) {
+        let name = HopKey::new(offered.from.1.pipeline, name.into());
+        // With Yuanrong a read that failed begins anew with the question.
+        if let Some(known) = self.pulls.offered.remove(&name) {
+            known.never_read().skip(sink);
+        }
+        let max = self.limits.max_transfers;
+        if self.pulls.offered.insert(name, offered, max).is_some() {
+            Hop::none(Reason::TableFull).skip(sink);
+        }
+    }
+
+    /// The receiver at `to` has read what was offered under this name.
+    fn read<S: Sink + ?Sized>(
+        &mut self,
+        key: &str,
+        name: &str,
+        to: (u32, Place),
+        time_ns: u64,
+        sink: &mut S,
+    ) {
+        let name = HopKey::new(to.1.pipeline, name.into());
+        let Some(offered) = self.pulls.offered.remove(&name) else {
+            Hop::none(Reason::OfferNotSeen).skip(sink);
+            return;
+        };
+        let size = offered.size.map(as_f64).ok_or(Reason::FrameCut);
+        let rx = seconds_between(offered.time_ns, time_ns);
+        self.hop(key, offered.from, to, size, rx, sink);
     }
 
     /// Who is meant by an answer: whose number it has, else the one whom it fits (`is_it`).

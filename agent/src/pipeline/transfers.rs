@@ -127,7 +127,7 @@ impl Transfers {
                 if self.gets.get(&hop).is_some_and(|get| start_ns <= get.done_ns)
                     && let Some(get) = self.gets.remove(&hop)
                 {
-                    self.hop(key, &put, &get, places, sink);
+                    self.hop(hop.name(), key, &put, &get, places, sink);
                     return;
                 }
                 // A key has one segment at a time: the older of the two is gone.
@@ -158,7 +158,7 @@ impl Transfers {
                 if self.puts.get(&hop).is_some_and(|put| put.start_ns <= done_ns)
                     && let Some(put) = self.puts.remove(&hop)
                 {
-                    self.hop(key, &put, &get, places, sink);
+                    self.hop(hop.name(), key, &put, &get, places, sink);
                     return;
                 }
                 if let Some(known) = self.gets.remove(&hop) {
@@ -270,16 +270,23 @@ impl Transfers {
 
     fn hop<S: Sink + ?Sized>(
         &mut self,
+        name: &str,
         key: Key<'_>,
         put: &Put,
         get: &Get,
         places: Places<'_>,
         sink: &mut S,
     ) {
+        // A get from a store may wait for its object, which nobody receives before it was put.
+        let received_ns = if Key::of_object(name).is_some() {
+            get.start_ns.max(put.done_ns)
+        } else {
+            get.start_ns
+        };
         let hop = Hop {
             size: Ok(as_f64(put.size)),
             tx: Ok(seconds_between(put.start_ns, put.done_ns)),
-            rx: Ok(seconds_between(get.start_ns, get.done_ns)),
+            rx: Ok(seconds_between(received_ns, get.done_ns)),
             in_flight: Ok(seconds_between(put.done_ns, get.start_ns)),
         };
         let from = places.again(put.pid, put.place);

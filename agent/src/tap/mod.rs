@@ -342,7 +342,7 @@ type Links = HashMap<(ProcessKey, ProbeSet), Option<Vec<Link>>>;
 struct Inner {
     /// Programs; held while a probe is set.
     ebpf: Mutex<Ebpf>,
-    /// The same for links with many probes, where the kernel has them.
+    /// Those that are loaded for links with many probes instead, where the kernel has such links: all, then.
     multi: Option<multi::Programs>,
     watched: Mutex<Watched>,
     counters: PerCpuArray<MapData, u64>,
@@ -428,7 +428,12 @@ impl Tap {
         let ring: RingBuf<MapData> = take(&mut ebpf, map::EVENTS)?;
         let positions = ring::Positions::new(ring.as_fd()).map_err(TapError::Ring)?;
 
-        load_probe(&mut ebpf, program::ZMQ_MSG_SEND).map_err(|source| TapError::Program {
+        // What could not be loaded for the one kind of link is tried for the other, which tells why.
+        let mut load = |name| match &multi {
+            Some(multi) if multi.has(name) => Ok(()),
+            _ => load_probe(&mut ebpf, name),
+        };
+        load(program::ZMQ_MSG_SEND).map_err(|source| TapError::Program {
             name: program::ZMQ_MSG_SEND,
             source,
         })?;
@@ -438,7 +443,7 @@ impl Tap {
                 .iter()
                 .filter(|name| **name != program::ZMQ_MSG_SEND);
             others
-                .filter_map(|name| Some((*name, load_probe(&mut ebpf, name).err()?)))
+                .filter_map(|name| Some((*name, load(name).err()?)))
                 .collect()
         });
         let mut missing = Vec::new();
@@ -597,13 +602,15 @@ impl Tap {
         if let Some(ebpf) = self.inner.ebpf.try_lock() {
             *last = program_names()
                 .filter_map(|name| {
-                    let info = ebpf.program(name)?.info().ok()?;
                     let of_multi = self.inner.multi.as_ref().and_then(|multi| multi.run_stats(name));
-                    let (run_time, run_count) = of_multi.unwrap_or_default();
+                    let (run_time, run_count) = of_multi.or_else(|| {
+                        let info = ebpf.program(name)?.info().ok()?;
+                        Some((info.run_time(), info.run_count()))
+                    })?;
                     Some(ProgramStats {
                         name,
-                        run_time: info.run_time() + run_time,
-                        run_count: info.run_count() + run_count,
+                        run_time,
+                        run_count,
                     })
                 })
                 .collect();
@@ -681,10 +688,11 @@ impl Inner {
         let mut outcome = Ok(());
         let places = targets.iter().flat_map(|target| {
             let by_program = target.places.chunk_by(|a, b| a.program == b.program);
-            by_program.map(move |places| (target, places))
+            by_program.filter_map(move |places| Some((target, places.first()?.program, places)))
         });
-        for (target, places) in places {
-            match self.set(pid, target, places, &mut links) {
+        for (target, program, places) in places {
+            let offsets: Vec<u64> = places.iter().map(|place| place.offset).collect();
+            match self.set(pid, &target.file.path(), program, &offsets, &mut links) {
                 Ok(()) => probes.extend(places.iter().map(|place| info(target, place))),
                 Err(source) => {
                     outcome = Err(AttachError::Refused {
@@ -715,23 +723,19 @@ impl Inner {
     fn set(
         &self,
         pid: NonZeroU32,
-        target: &Target,
-        places: &[Place],
+        file: &Path,
+        program: &str,
+        offsets: &[u64],
         links: &mut Vec<Link>,
     ) -> Result<(), ProgramError> {
-        let Some(Place { program, .. }) = places.first() else {
-            return Ok(());
-        };
-        let path = target.file.path();
-        let offsets: Vec<u64> = places.iter().map(|place| place.offset).collect();
         let multi = self.multi.as_ref();
-        if let Some(link) = multi.and_then(|multi| multi.attach(program, &path, &offsets, pid)) {
+        if let Some(link) = multi.and_then(|multi| multi.attach(program, file, offsets, pid)) {
             links.push(Link::Multi(link?, offsets.len()));
             return Ok(());
         }
         for offset in offsets {
             let scope = UProbeScope::OneProcess(pid);
-            let link = set_probe(&mut self.ebpf.lock(), program, offset, &path, scope)?;
+            let link = set_probe(&mut self.ebpf.lock(), program, *offset, file, scope)?;
             links.push(Link::Single(link));
         }
         Ok(())

@@ -2,8 +2,8 @@
 //! make.
 //!
 //! What such a link holds is taken off without a perf event, and so without the lock of the kernel under which those
-//! end one after the other (see [`super::detach`]). The kernel wants programs that are loaded for this kind of link:
-//! they are loaded a second time, with the maps of the first.
+//! end one after the other (see [`super::detach`]). The kernel wants programs that are loaded for this kind of link, which
+//! aya does not do either: they are loaded here, with the maps that it made.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -59,6 +59,11 @@ impl Programs {
             Some((name, load(name, &function.instructions).ok()?))
         });
         Ok(Some(Self(loaded.collect())))
+    }
+
+    /// Whether a program is among them.
+    pub(super) fn has(&self, program: &str) -> bool {
+        self.0.contains_key(program)
     }
 
     /// Sets all probes of a program in a file, in one process. `None`: the program is not among them.

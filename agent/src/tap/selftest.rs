@@ -7,14 +7,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use aya::{
-    maps::MapError,
-    programs::{ProgramError, uprobe::UProbeScope},
-};
+use aya::{maps::MapError, programs::ProgramError};
 use omnitap_ebpf::{program, watch};
 use thiserror::Error;
 
-use super::{Event, ProbeSet, Reader, SiteKind, Tap, maps, set_probe, site, symbol};
+use super::{Event, ProbeSet, Reader, SiteKind, Tap, maps, site, symbol};
 
 /// How long a frame may take from the call to the reader.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -98,14 +95,11 @@ pub fn run(tap: &Tap, reader: &mut Reader) -> Result<SelfTest, SelfTestError> {
 
     tap.inner.watched.lock().change(pid, watch::FRAMES, 0)?;
     let start = Instant::now();
-    let scope = NonZeroU32::new(pid).map_or(UProbeScope::CallingProcess, UProbeScope::OneProcess);
-    let link = set_probe(
-        &mut tap.inner.ebpf.lock(),
-        program::ZMQ_MSG_SEND,
-        entry + site.offset,
-        &file.path(),
-        scope,
-    )?;
+    let own = NonZeroU32::new(pid).ok_or_else(|| io::Error::other("a process without a number"))?;
+    let mut links = Vec::new();
+    let offsets = [entry + site.offset];
+    tap.inner
+        .set(own, &file.path(), program::ZMQ_MSG_SEND, &offsets, &mut links)?;
     let attach = start.elapsed();
 
     let message = Message::new();
@@ -123,7 +117,7 @@ pub fn run(tap: &Tap, reader: &mut Reader) -> Result<SelfTest, SelfTestError> {
     let delivery = call.elapsed();
 
     let start = Instant::now();
-    drop(link);
+    drop(links);
     let detach = start.elapsed();
     tap.inner.forget(pid, ProbeSet::Frames);
     if seen {

@@ -13,7 +13,7 @@ use super::{
     site::{self, Arch, Site, SiteKind},
     symbol::{self, FileId, Function, MappedFile, Name, SymbolError},
 };
-use crate::host::connectors::is_store;
+use crate::host::connectors::{is_store, is_yuanrong};
 
 /// Most mapped files that are looked into in one process; serving processes map some 300 native modules.
 const MAX_FILES: usize = 1024;
@@ -32,6 +32,8 @@ pub enum ProbeSet {
     Http,
     /// The functions by which objects go into Mooncake's store and come out.
     Store,
+    /// The same of Yuanrong's data system.
+    Yuanrong,
     /// The functions of the libssl that Python's `_ssl` calls, for connections that it encrypts; beside
     /// [`ProbeSet::Http`], which watches the process.
     Tls,
@@ -142,6 +144,23 @@ const STORE: [Wanted; 2] = [
     },
 ];
 
+/// What `set` and `get` of the data system's client for Python call. The parameters tell them from functions of the same
+/// name.
+const YUANRONG: [Wanted; 2] = [
+    Wanted {
+        name: "datasystem::object_cache::ObjectClientImpl::Set",
+        parameters: Some(&["basic_string<char", "&, datasystem::StringView const&, "]),
+        program: program::YUANRONG_RETURN,
+        at: At::Whole(4, program::YUANRONG_SET),
+    },
+    Wanted {
+        name: "datasystem::object_cache::ObjectClientImpl::Get",
+        parameters: Some(&["basic_string<char", "&, long, ", "Optional<datasystem::Buffer>"]),
+        program: program::YUANRONG_RETURN,
+        at: At::Whole(3, program::YUANRONG_GET),
+    },
+];
+
 /// Python calls these alone, from 3.10 on.
 const TLS: [Wanted; 3] = [
     Wanted {
@@ -166,7 +185,14 @@ const TLS: [Wanted; 3] = [
 
 impl ProbeSet {
     /// All, in the order of [`ProbeSet::index`].
-    pub const ALL: [Self; 5] = [Self::Frames, Self::Shm, Self::Http, Self::Store, Self::Tls];
+    pub const ALL: [Self; 6] = [
+        Self::Frames,
+        Self::Shm,
+        Self::Http,
+        Self::Store,
+        Self::Yuanrong,
+        Self::Tls,
+    ];
 
     /// Label value.
     #[must_use]
@@ -176,6 +202,7 @@ impl ProbeSet {
             Self::Shm => "shm",
             Self::Http => "http",
             Self::Store => "store",
+            Self::Yuanrong => "yuanrong",
             Self::Tls => "tls",
         }
     }
@@ -193,7 +220,7 @@ impl ProbeSet {
             Self::Shm => watch::SHM,
             Self::Http => watch::HTTP,
             // A process with these has those of shared memory or of HTTP too, whose flag counts.
-            Self::Store | Self::Tls => 0,
+            Self::Store | Self::Yuanrong | Self::Tls => 0,
         }
     }
 
@@ -212,6 +239,7 @@ impl ProbeSet {
             }
             Self::Http => &HTTP,
             Self::Store => &STORE,
+            Self::Yuanrong => &YUANRONG,
             Self::Tls => &TLS,
         }
     }
@@ -223,6 +251,7 @@ impl ProbeSet {
             Self::Shm => &program::SHM,
             Self::Http => &program::HTTP,
             Self::Store => &program::STORE,
+            Self::Yuanrong => &program::YUANRONG,
             Self::Tls => &program::HTTP_TLS,
         }
     }
@@ -230,9 +259,13 @@ impl ProbeSet {
     /// `None`: not to be looked into.
     fn rank(self, path: &[u8], executable: &[u8]) -> Option<Rank> {
         match self {
-            Self::Frames => Some(Rank::of(path, executable)),
+            // The data system's client talks to its server by a libzmq of its own.
+            Self::Frames => (!is_yuanrong(path)).then(|| Rank::of(path, executable)),
             Self::Shm | Self::Http => is_libc(path).then_some(Rank::Named),
             Self::Store => is_store(path).then_some(Rank::Named),
+            Self::Yuanrong => file_name(path)
+                .starts_with(b"libdatasystem.so")
+                .then_some(Rank::Named),
             // Builds of Python that stand alone have it linked in.
             Self::Tls if file_name(path).starts_with(b"libssl") => Some(Rank::Named),
             Self::Tls if file_name(path).starts_with(b"libpython") => Some(Rank::Beside),

@@ -2,7 +2,8 @@
 //!
 //! The receiver asks over a REQ socket, the sender answers from a ROUTER socket; both run in stages or their workers.
 //! Mooncake's transfer engine and Mori ask for the size (`query_info`), then for the transfer, and are told when it is
-//! done. NIXL's receiver asks for descriptors, reads by itself and says when it has.
+//! done. NIXL's receiver asks for descriptors, reads by itself and says when it has; so does that of Yuanrong's transfer
+//! engine, which asks as the first two do.
 
 use super::{
     WireError,
@@ -59,6 +60,18 @@ pub enum Control<'a> {
         /// The attempt that ends.
         claim: &'a str,
     },
+    /// Sender (Yuanrong): so much, and here; answers a [`Control::Query`].
+    Ready {
+        /// Key with stages.
+        key: &'a str,
+        /// Bytes.
+        size: u64,
+    },
+    /// Receiver (Yuanrong): the data was read.
+    Read {
+        /// Key with stages.
+        key: &'a str,
+    },
     /// Sender: there is no such data (yet), or it takes note.
     Nothing,
 }
@@ -66,6 +79,7 @@ pub enum Control<'a> {
 const QUERY: &[u8] = b"query_info";
 const CLAIM: &[u8] = b"nixl_get_meta";
 const RELEASE: &[u8] = b"nixl_xfer_done";
+const CLEAN_UP: &[u8] = b"cleanup_key";
 
 /// Longest name of an attempt, in bytes. NIXL's connector uses 32 hex digits.
 const MAX_CLAIM: usize = 64;
@@ -76,7 +90,9 @@ pub fn control(payload: Payload<'_>) -> Option<Result<Seen<Control<'_>>, WireErr
     let word = match payload.head {
         b"trans_done" => Some(Control::Done { written: true }),
         b"trans_error" => Some(Control::Done { written: false }),
-        b"info_not_found" | b"nixl_ack" | b"nixl_meta_not_found" => Some(Control::Nothing),
+        b"info_not_found" | b"nixl_ack" | b"nixl_meta_not_found" | b"ack_ok" | b"ack_error" => {
+            Some(Control::Nothing)
+        }
         _ => None,
     };
     if let Some(message) = word {
@@ -109,6 +125,8 @@ pub fn control(payload: Payload<'_>) -> Option<Result<Seen<Control<'_>>, WireErr
                 claim: fields.claim()?,
             })
         })
+    } else if let Some(reader) = behind(CLEAN_UP) {
+        Fields::read(reader).and_then(|fields| Ok(Control::Read { key: fields.key()? }))
     } else {
         return map(payload);
     };
@@ -130,6 +148,10 @@ fn map(payload: Payload<'_>) -> Option<Result<Seen<Control<'_>>, WireError>> {
         (3, b"request_id") => Some(Fields::read(payload.reader()).and_then(|fields| {
             let (key, size) = (fields.key()?, fields.size("data_size")?);
             Ok(whole(Control::Info { key, size }))
+        })),
+        (6, b"request_id") => Some(Fields::read(payload.reader()).and_then(|fields| {
+            let (key, size) = (fields.key()?, fields.size("data_size")?);
+            Ok(whole(Control::Ready { key, size }))
         })),
         (5, b"remote_hostname" | b"request_id") => Some(Fields::read(payload.reader()).and_then(|fields| {
             let (key, size) = (fields.key()?, fields.size("length")?);

@@ -47,6 +47,8 @@ pub enum Diffusion<'a> {
 pub struct DiffusionAdd<'a> {
     /// Internal request id, the same at every stage.
     pub request_id: &'a str,
+    /// Bytes of the message, which has one part.
+    pub size: u64,
     /// Denoising steps that are asked for; `None`: the pipeline's default, or not captured.
     pub steps: Option<u32>,
 }
@@ -138,7 +140,7 @@ pub fn message(payload: Payload<'_>) -> Result<Option<Seen<Diffusion<'_>>>, Wire
         }
         Err(error) => return Err(error.into()),
     };
-    fields.message(is_partial)
+    fields.message(payload.size, is_partial)
 }
 
 /// What a message's map has.
@@ -212,7 +214,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn message(self, is_cut: bool) -> Result<Option<Seen<Diffusion<'a>>>, WireError> {
+    fn message(self, size: u64, is_cut: bool) -> Result<Option<Seen<Diffusion<'a>>>, WireError> {
         let mut is_partial = is_cut;
         let message = match self.kind {
             b"add_request" => {
@@ -220,6 +222,7 @@ impl<'a> Fields<'a> {
                 is_partial &= !self.has_steps && self.steps.is_none();
                 Diffusion::Add(DiffusionAdd {
                     request_id: id(self.request_id)?,
+                    size,
                     steps: self.steps,
                 })
             }

@@ -93,7 +93,7 @@ fn compare(name: &str, connector: Connector, moved: &Moved, page: &Exposition) -
     let count = |family: &str| page.total(family, &edge).unwrap_or_default();
     let times = ["tx", "rx", "in_flight"].map(|part| format!("vllm_omni:transfer_{part}_s"));
     let told = match connector {
-        Connector::Shm | Connector::MooncakeStore => [hops; 3],
+        Connector::Shm | Connector::MooncakeStore | Connector::Yuanrong => [hops; 3],
         Connector::Mooncake { .. } | Connector::Nixl => [0.0, hops, 0.0],
     };
     let bytes = page.sum(size, &edge).unwrap_or_default();

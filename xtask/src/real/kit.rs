@@ -292,12 +292,15 @@ impl Kit {
     pub(crate) fn transfers(&self, connector: Connector, start: &Path) -> Result<Command> {
         let mut command = self.server_python();
         let mut paths = vec![files().join("plugin")];
-        if connector == Connector::MooncakeStore {
+        let beside = match connector {
             // The connector of vLLM-Omni 0.30.0 sets a property that the newer client no longer has.
-            paths.insert(
-                0,
-                self.install_beside("mooncake-transfer-engine-non-cuda", "0.3.11")?,
-            );
+            Connector::MooncakeStore => Some(("mooncake-transfer-engine-non-cuda", "0.3.11")),
+            // Where it is installed, every server of vLLM-Omni's loads it.
+            Connector::Yuanrong => Some(("openyuanrong-datasystem", "0.8.1")),
+            Connector::Shm | Connector::Mooncake { .. } | Connector::Nixl => None,
+        };
+        if let Some((package, version)) = beside {
+            paths.insert(0, self.install_beside(package, version)?);
         }
         command
             .env("PYTHONPATH", std::env::join_paths(paths)?)
@@ -349,15 +352,18 @@ pub(crate) enum Connector {
     MooncakeStore,
     /// NIXL with UCX over TCP.
     Nixl,
+    /// Yuanrong's data system, one worker on this host.
+    Yuanrong,
 }
 
 impl Connector {
-    pub(crate) const ALL: [Self; 5] = [
+    pub(crate) const ALL: [Self; 6] = [
         Self::Shm,
         Self::Mooncake { tensors: false },
         Self::Mooncake { tensors: true },
         Self::MooncakeStore,
         Self::Nixl,
+        Self::Yuanrong,
     ];
 
     /// The arguments of the script that tell it.
@@ -368,6 +374,7 @@ impl Connector {
             Self::Mooncake { tensors: true } => &["mooncake", "--payload=tensor"],
             Self::MooncakeStore => &["mooncake-store"],
             Self::Nixl => &["nixl"],
+            Self::Yuanrong => &["yuanrong"],
         }
     }
 }
