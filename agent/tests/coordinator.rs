@@ -275,8 +275,6 @@ async fn hostile_publishers_are_left(#[case] bytes: Vec<u8>, #[case] ended: Ende
     assert_eq!(open.next().await, Err(ended));
 }
 
-/// Waits for a sample that is as wanted.
-
 fn start(settings: Settings, members: &Members) -> (tokio::runtime::Runtime, Receiver<CoordinatorSample>) {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)

@@ -65,11 +65,11 @@ pub static SEEN: &[Seen] = seen! {
     OmniNumRequestsRunning Real::Not("0 at rest, when pages are compared"), NO_DATA, Some("e2e_agent");
     OmniNumRequestsWaiting Real::Not("0 at rest, when pages are compared"), NO_DATA, Some("e2e_agent");
     OmniPeakMemoryMb Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
-    OmniRequestQueueWaitS Real::Not("not served yet"), NO_DATA, None;
+    OmniRequestQueueWaitS Real::In(&["ardit"]), NO_DATA, None;
     OmniRequestsFailedTotal Real::In(ALL), ALL, Some("e2e_agent");
     OmniRequestsSuccessTotal Real::In(ALL), ALL, Some("e2e_agent");
-    OmniSpeechStreamAbortedTotal Real::Not("not served yet"), NO_DATA, None;
-    OmniSpeechStreamCompletedTotal Real::Not("not served yet"), NO_DATA, None;
+    OmniSpeechStreamAbortedTotal Real::In(&["omni"]), NO_DATA, None;
+    OmniSpeechStreamCompletedTotal Real::In(&["omni"]), NO_DATA, None;
     OmniStageGenTimeS Real::In(ALL), ALL, Some("e2e_agent");
     OmniStageInQueueS Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
     OmniStageWaitingRequests Real::Not("0 at rest, when pages are compared"), NO_DATA, Some("e2e_agent");

@@ -776,12 +776,12 @@ impl Connection {
     // ---- WebSocket ----
 
     fn upgraded(&mut self, endpoint: Endpoint, is_deflated: bool) {
-        if endpoint != Endpoint::Sentence {
-            self.inward = Inward::Ignored;
-            self.outward = Outward::Lost;
-        } else {
+        if endpoint == Endpoint::Sentence {
             self.inward = Inward::Socket(Frames::of_client(is_deflated));
             self.outward = Outward::Socket(Frames::of_server(is_deflated));
+        } else {
+            self.inward = Inward::Ignored;
+            self.outward = Outward::Lost;
         }
     }
 

@@ -101,8 +101,8 @@ mod tests {
         inflater.forget();
         let text = inflater.text(&messages[1]).unwrap();
         assert!(text.starts_with(b"this is no"), "{text:?}");
-        assert!(text.ends_with(&[HOLE; 15]), "{text:?}");
-        assert_eq!(text.len(), 45);
+        assert!(text.windows(10).any(|part| part == [HOLE; 10]), "{text:?}");
+        assert_eq!(text.len(), 46);
     }
 
     #[test]
