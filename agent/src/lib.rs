@@ -16,6 +16,7 @@ pub mod metrics;
 pub mod observer;
 pub mod pipeline;
 pub mod record;
+pub mod requests;
 pub mod serve;
 pub mod statsock;
 pub mod tap;

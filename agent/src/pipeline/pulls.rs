@@ -12,6 +12,7 @@ use super::{
     audio::{as_f64, seconds_between},
     edges::{Edges, Hop, Reason},
     places::{Place, Places},
+    records::Connector,
     sink::Sink,
     tracker::Limits,
     waiting::{HopKey, Waiting},
@@ -236,7 +237,8 @@ impl With<'_> {
                 if let Some(offered) = self.pulls.offered.remove(&name) {
                     let size = offered.size.map(as_f64).ok_or(Reason::FrameCut);
                     let rx = seconds_between(offered.time_ns, time_ns);
-                    self.hop(&offered.key, offered.from, offered.to, size, rx, sink);
+                    let (from, to) = (offered.from, offered.to);
+                    self.hop(&offered.key, from, to, Connector::Nixl, size, rx, sink);
                 }
             }
             Control::Nothing => {}
@@ -329,15 +331,18 @@ impl With<'_> {
         }
         let rx = seconds_between(asked.time_ns, time_ns);
         let (key, to) = (Arc::clone(&asked.key), (receiver.0, asked.place));
-        self.hop(&key, (sender.0, place), to, Ok(as_f64(size)), rx, sink);
+        let (from, size) = ((sender.0, place), Ok(as_f64(size)));
+        self.hop(&key, from, to, Connector::TransferEngine, size, rx, sink);
     }
 
     /// Such a sender's own part is a copy into its memory, of which no message tells.
+    #[expect(clippy::too_many_arguments, reason = "one hop and where it belongs")]
     fn hop<S: Sink + ?Sized>(
         &mut self,
         key: &str,
         (from_pid, from): (u32, Place),
         (to_pid, to): (u32, Place),
+        connector: Connector,
         size: Result<f64, Reason>,
         rx: f64,
         sink: &mut S,
@@ -357,6 +362,8 @@ impl With<'_> {
         let to = self
             .edges
             .end(self.places.again(to_pid, to), key.and_then(|key| key.to_stage));
-        self.edges.observe(pipeline, from, to, &hop, sink);
+        let request = key.map(|key| key.request_id);
+        self.edges
+            .observe(pipeline, from, to, &hop, request, connector, sink);
     }
 }

@@ -9,10 +9,11 @@ use std::sync::Arc;
 
 use super::{
     audio::{as_f64, seconds_between},
-    edges::{Edges, Hop, Reason},
+    edges::{Edges, Hop, Reason, RequestHop},
     forwards::Forward,
     places::{Place, Places},
     pulls::Pulls,
+    records::Connector,
     sink::Sink,
     tracker::Limits,
     waiting::{HopKey, Waiting},
@@ -81,6 +82,20 @@ impl Transfers {
         }
     }
 
+    /// Whether hops of requests are kept until they are taken.
+    pub(super) fn want_requests(&mut self, wanted: bool) {
+        self.edges.requests = wanted.then(Vec::new);
+    }
+
+    /// Hops of requests since the last call.
+    pub(super) fn take_requests(&mut self) -> Vec<RequestHop> {
+        self.edges
+            .requests
+            .as_mut()
+            .map(std::mem::take)
+            .unwrap_or_default()
+    }
+
     /// Whether a hop of this pipeline was seen.
     pub(super) fn has_hops(&self, pipeline: PipelineId) -> bool {
         self.edges.has_hops(pipeline)
@@ -105,6 +120,7 @@ impl Transfers {
         }
         self.edges.connect(place.pipeline, key.from_stage);
         let name: Arc<str> = event.name().trim_start_matches('/').into();
+        let connector = connector_of(&name);
         let hop = HopKey::new(place.pipeline, name);
         match *event {
             ShmEvent::Put {
@@ -127,7 +143,7 @@ impl Transfers {
                 if self.gets.get(&hop).is_some_and(|get| start_ns <= get.done_ns)
                     && let Some(get) = self.gets.remove(&hop)
                 {
-                    self.hop(key, &put, &get, places, sink);
+                    self.hop(key, &put, &get, connector, places, sink);
                     return;
                 }
                 // A key has one segment at a time: the older of the two is gone.
@@ -158,7 +174,7 @@ impl Transfers {
                 if self.puts.get(&hop).is_some_and(|put| put.start_ns <= done_ns)
                     && let Some(put) = self.puts.remove(&hop)
                 {
-                    self.hop(key, &put, &get, places, sink);
+                    self.hop(key, &put, &get, connector, places, sink);
                     return;
                 }
                 if let Some(known) = self.gets.remove(&hop) {
@@ -197,7 +213,10 @@ impl Transfers {
             }
         }
         let hop = forward.forwarded.hop();
-        self.edges.observe(pipeline, forward.from, forward.to, &hop, sink);
+        let (request, connector) = (Some(&*forward.forwarded.request), Connector::Request);
+        let (from, to) = (forward.from, forward.to);
+        self.edges
+            .observe(pipeline, from, to, &hop, request, connector, sink);
     }
 
     /// The process `pid` sent a control message on `socket`.
@@ -273,6 +292,7 @@ impl Transfers {
         key: Key<'_>,
         put: &Put,
         get: &Get,
+        connector: Connector,
         places: Places<'_>,
         sink: &mut S,
     ) {
@@ -286,7 +306,9 @@ impl Transfers {
         let to = places.again(get.pid, get.place);
         let from = self.edges.end(from, key.from_stage);
         let to = self.edges.end(to, key.to_stage);
-        self.edges.observe(put.place.pipeline, from, to, &hop, sink);
+        let (pipeline, request) = (put.place.pipeline, Some(key.request_id));
+        self.edges
+            .observe(pipeline, from, to, &hop, request, connector, sink);
     }
 
     /// A get whose put was not seen: the agent came in between, or it is an object of a store that another host has put.
@@ -305,7 +327,17 @@ impl Transfers {
             .filter(|_| Key::of_object(name).is_none())
             .and_then(|stage| places.only_replica(pipeline, stage));
         let to = self.edges.end(places.again(get.pid, get.place), key.to_stage);
-        self.edges.observe(pipeline, from, to, &hop, sink);
+        let (request, connector) = (Some(key.request_id), connector_of(name));
+        self.edges
+            .observe(pipeline, from, to, &hop, request, connector, sink);
+    }
+}
+
+/// A store's objects have the stages in their names, and shared memory's segments have not.
+fn connector_of(name: &str) -> Connector {
+    match Key::of_object(name) {
+        Some(_) => Connector::MooncakeStore,
+        None => Connector::SharedMemory,
     }
 }
 
