@@ -76,6 +76,8 @@ pub enum Command {
         #[arg(long)]
         once: bool,
     },
+    /// Show the pipelines, and each request as it passes its stages, in the terminal
+    Top(AgentAddress),
     /// Print the version
     Version,
 }

@@ -20,4 +20,5 @@ pub mod requests;
 pub mod serve;
 pub mod statsock;
 pub mod tap;
+pub mod top;
 pub mod wire;

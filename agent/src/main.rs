@@ -27,6 +27,7 @@ use omnitap::{
     serve::{Content, Server, Settings as WebSettings, Status},
     statsock::Settings as StatSettings,
     tap::Settings as TapSettings,
+    top,
 };
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
@@ -55,6 +56,9 @@ fn main() -> ExitCode {
         }),
         Command::Replay { file, openmetrics } => replay(&file, openmetrics),
         Command::Requests { agent, json, once } => follow(&agent.address, json, once),
+        Command::Top(agent) => top::run(&agent.address)
+            .map(|()| ExitCode::SUCCESS)
+            .map_err(Into::into),
         Command::Version => print(&format!("omnitap {}\n", env!("CARGO_PKG_VERSION"))),
     };
     match done {

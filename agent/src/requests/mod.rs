@@ -74,7 +74,7 @@ struct Kept {
 }
 
 /// An answer to a reader.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Page {
     /// Number of the newest record that this reader now has: what it asks for next comes behind it.
     pub last: u64,

@@ -81,8 +81,8 @@ fn stage(row: &StageRecord) -> [String; 9] {
 
 fn transfer(row: &TransferRecord) -> [String; 8] {
     [
-        format!("{}/{}", row.from_stage, row.from_replica),
-        format!("{}/{}", row.to_stage, row.to_replica),
+        format!("{}.{}", row.from_stage, row.from_replica),
+        format!("{}.{}", row.to_stage, row.to_replica),
         one_line(&row.connector),
         row.payloads.to_string(),
         cell(row.size_bytes),
