@@ -25,6 +25,9 @@ const MISSING: &str = "-";
 /// Columns of a line.
 const WIDTH: usize = 80;
 
+/// Columns of a model's name.
+const MODEL: usize = 40;
+
 /// Columns of a request's id.
 const ID: usize = 30;
 
@@ -152,7 +155,7 @@ fn one_pipeline(pipeline: &Pipeline, look: &Document, looks: &Looks, lines: &mut
         .or(pipeline.model.as_deref())
         .unwrap_or_default();
     lines.push(Line::from(vec![
-        Span::from(model.unwrap_or("model unknown").to_owned()).bold(),
+        Span::from(tail(model.unwrap_or("model unknown"))).bold(),
         format!("  {}, process {}", pipeline.software, pipeline.pid).into(),
     ]));
     let model = model.unwrap_or_default();
@@ -205,6 +208,14 @@ fn one_pipeline(pipeline: &Pipeline, look: &Document, looks: &Looks, lines: &mut
     edges(model, look, looks, lines);
 }
 
+/// A name that leaves room beside it: of a path the end tells more than the beginning.
+fn tail(name: &str) -> String {
+    match name.chars().count().checked_sub(MODEL) {
+        None | Some(0) => name.to_owned(),
+        Some(over) => format!("..{}", name.chars().skip(over + 2).collect::<String>()),
+    }
+}
+
 /// A text in as many lines as it needs, broken between parts, which are set off by `between`; a part that is longer
 /// than a line is broken as well.
 fn fold(text: &str, between: &str, indent: &str, style: Style, lines: &mut Vec<Line<'static>>) {
@@ -250,7 +261,7 @@ fn stages(
         return;
     }
     let head = format!(
-        "  {:<8}{:<10}{:>9}{:>9}{:>9}{:>10}{:>6}{:>11}  state",
+        "  {:<6}{:<10}{:>8}{:>8}{:>8}{:>9}{:>6}{:>10}  state",
         "stage", "type", "process", "running", "waiting", "tokens/s", "KV", "GPU mem"
     );
     lines.push(Line::from(head).dim());
@@ -264,7 +275,7 @@ fn stages(
             "diffusion"
         };
         let row = format!(
-            "  {:<8}{kind:<10}{:>9}{:>9}{:>9}{:>10}{:>6}{:>11}  ",
+            "  {:<6}{kind:<10}{:>8}{:>8}{:>8}{:>9}{:>6}{:>10}  ",
             place(member.stage, member.replica),
             member.pid,
             whole(look.sum("vllm:num_requests_running", &of_vllm)),
@@ -273,8 +284,8 @@ fn stages(
             percent(look.sum("vllm:kv_cache_usage_perc", &of_vllm)),
             bytes(look.sum("omnitap_gpu_stage_memory_used_bytes", &of_model)),
         );
-        let (state, color) = state(member);
-        lines.push(Line::from(vec![row.into(), Span::from(state).fg(color)]));
+        let (how, color) = state(member);
+        lines.push(Line::from(vec![row.into(), Span::from(how).fg(color)]));
     }
 }
 
@@ -362,9 +373,16 @@ fn ended_request(record: &RequestRecord) -> Line<'static> {
         Outcome::Aborted | Outcome::TimedOut => Color::Yellow,
         Outcome::Failed => Color::Red,
     };
+    let how = match record.outcome {
+        // The reason says as much.
+        Outcome::Aborted | Outcome::TimedOut => format!("{}  ", record.reason),
+        Outcome::Finished | Outcome::Failed => {
+            format!("{} ({})  ", record.outcome.as_str(), record.reason)
+        }
+    };
     let mut spans = vec![
         row_head(&record.request_id, record.e2e_ms),
-        Span::from(format!("{} ({})  ", record.outcome.as_str(), record.reason)).fg(color),
+        Span::from(how).fg(color),
     ];
     for stage in &record.stages {
         let place = place(stage.stage, stage.replica);
