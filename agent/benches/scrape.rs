@@ -112,6 +112,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         exposition: registry.exposition(),
         own: registry.own(),
         status: Status::default(),
+        requests: None,
     };
     let address = ListenAddress::Tcp {
         host: Some("127.0.0.1".into()),

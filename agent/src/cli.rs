@@ -4,7 +4,7 @@ use std::{ffi::OsString, path::PathBuf, process::ExitCode};
 
 use clap::{Parser, Subcommand};
 
-use crate::config::Flags;
+use crate::config::{Flags, ListenAddress};
 
 /// Exit status for a wrong command line or configuration (`EX_USAGE` of sysexits.h).
 pub const EX_USAGE: u8 = 64;
@@ -63,8 +63,36 @@ pub enum Command {
         #[arg(long)]
         openmetrics: bool,
     },
+    /// Print what became of each request: a summary, its stages and its transfers. The agent keeps that with
+    /// requests.enabled
+    Requests {
+        /// The agent
+        #[command(flatten)]
+        agent: AgentAddress,
+        /// Print a JSON object a line
+        #[arg(long)]
+        json: bool,
+        /// Print what the agent has kept, and end
+        #[arg(long)]
+        once: bool,
+    },
+    /// Show the pipelines, and each request as it passes its stages, in the terminal
+    Top(AgentAddress),
     /// Print the version
     Version,
+}
+
+/// The running agent that a command asks.
+#[derive(Clone, Debug, clap::Args)]
+pub struct AgentAddress {
+    /// Where the agent listens: one of its web.listen-address
+    #[arg(
+        long = "agent",
+        value_name = "ADDRESS",
+        env = "OMNITAP_AGENT",
+        default_value = "127.0.0.1:9477"
+    )]
+    pub address: ListenAddress,
 }
 
 impl Cli {

@@ -31,7 +31,7 @@ use serde_saphyr::{Location, Spanned};
 use self::values::Value;
 pub use self::values::{
     DiffusionStages, EngineMetrics, FilePath, GroupName, ListenAddress, LogFormat, LogLevel, Mode, ModelName,
-    Size, SocketPath,
+    RequestLog, Size, SocketPath,
 };
 use crate::metrics::merge::{FamilyOrder, Order};
 
@@ -252,6 +252,18 @@ settings! {
     /// Other orders for some families, as `FAMILY=ORDER`, the first match counts. A name may end in `*`:
     /// `vllm_omni:transfer_*=tap>engine`.
     family_precedence: Vec<FamilyOrder> = "sources.family-precedence", [];
+    /// Whether a record of each request that ends is kept for `omnitap requests` and `omnitap top`, on `/api/requests`: its
+    /// id, times, tokens and transfers by stage. Request ids are in no other answer of the agent's, and many API servers
+    /// take them from their clients.
+    requests: bool = "requests.enabled", ["false"];
+    /// Records that are kept; the oldest makes room for the newest.
+    requests_keep: u32 = "requests.keep", ["1000"], "1"..="100000";
+    /// Most records a second that are kept or logged; further ones are dropped and counted
+    /// (`omnitap_request_records_total`).
+    requests_rate: u32 = "requests.max-rate", ["100"], "1"..="100000";
+    /// Whether these records also go to the log: `text` (a summary and tables of several lines), `json` (one object each)
+    /// or `off`. It works without `requests.enabled`.
+    requests_log: RequestLog = "requests.log", ["off"];
     /// How long counters and histograms stay on `/metrics` after their pipeline ended.
     retention: Duration = "metrics.retention", ["15m"], "0s"..="7d";
     /// Most sample lines of all pipelines together; new series beyond it are refused and counted.

@@ -13,7 +13,7 @@ use omnitap::{
     agent::{Agent, Recorder, Settings},
     check,
     cli::{Cli, Command, EX_USAGE},
-    config::{Config, Effective, EngineMetrics, Flags},
+    config::{Config, Effective, EngineMetrics, Flags, ListenAddress},
     coordinator::subscribe::Settings as CoordinatorSettings,
     fill::scrape::Settings as FillSettings,
     gpu::sampler::Settings as GpuSettings,
@@ -23,9 +23,11 @@ use omnitap::{
     observer::Observer,
     pipeline::tracker::Limits as TrackerLimits,
     record::{Entries, Entry, Writer},
+    requests::{self, Page, Requests, client, text::Tables},
     serve::{Content, Server, Settings as WebSettings, Status},
     statsock::Settings as StatSettings,
     tap::Settings as TapSettings,
+    top,
 };
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
@@ -53,6 +55,10 @@ fn main() -> ExitCode {
             catalogue::list()
         }),
         Command::Replay { file, openmetrics } => replay(&file, openmetrics),
+        Command::Requests { agent, json, once } => follow(&agent.address, json, once),
+        Command::Top(agent) => top::run(&agent.address)
+            .map(|()| ExitCode::SUCCESS)
+            .map_err(Into::into),
         Command::Version => print(&format!("omnitap {}\n", env!("CARGO_PKG_VERSION"))),
     };
     match done {
@@ -164,6 +170,15 @@ fn stat_settings(config: &Config) -> Option<StatSettings> {
     })
 }
 
+fn requests_settings(config: &Config) -> requests::Settings {
+    requests::Settings {
+        served: config.requests,
+        keep: usize::try_from(config.requests_keep).unwrap_or(usize::MAX),
+        max_rate: config.requests_rate,
+        log: config.requests_log,
+    }
+}
+
 fn check(config: &Config, json: bool) -> Result<ExitCode> {
     let gpu = gpu_settings(config);
     let report = check::run(
@@ -195,12 +210,17 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
         let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
         let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
         let mut hang_up = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
-        let observer = observer(config);
+        let mut observer = observer(config);
+        let requests = Requests::new(requests_settings(config), observer.own());
+        if let Some(requests) = &requests {
+            observer.tell_requests(requests.clone());
+        }
         let status = Status::default();
         let content = Content {
             exposition: observer.exposition(),
             own: observer.own(),
             status: status.clone(),
+            requests,
         };
         let server = Server::bind(&web_settings(config), content).await?;
         let (recorder, finish) = match recording {
@@ -277,6 +297,50 @@ fn run(config: &Config, recording: Option<(&Path, bool)>) -> Result<ExitCode> {
         } else {
             ExitCode::SUCCESS
         })
+    })
+}
+
+/// Pause between two questions of `omnitap requests`.
+const FOLLOW_INTERVAL: Duration = Duration::from_secs(1);
+
+/// `omnitap requests`: prints the records that the agent has, and further ones as they come.
+fn follow(agent: &ListenAddress, json: bool, once: bool) -> Result<ExitCode> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    runtime.block_on(async {
+        let mut last = 0;
+        loop {
+            let page: Page = client::get(agent, &format!("/api/requests?after={last}")).await?;
+            last = page.last;
+            if page.missed > 0 {
+                let missed = page.missed;
+                eprintln!(
+                    "omnitap: {missed} records were missed: requests.keep says how many the agent keeps"
+                );
+            }
+            let mut lines = String::new();
+            for record in &page.records {
+                if json {
+                    lines += &serde_json::to_string(record)?;
+                } else {
+                    lines += &Tables(record).to_string();
+                }
+                lines.push('\n');
+            }
+            match io::stdout().write_all(lines.as_bytes()) {
+                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(ExitCode::SUCCESS),
+                written => written.context("cannot write to standard output")?,
+            }
+            if page.more {
+                continue;
+            }
+            if once {
+                return Ok(ExitCode::SUCCESS);
+            }
+            tokio::time::sleep(FOLLOW_INTERVAL).await;
+        }
     })
 }
 

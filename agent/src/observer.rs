@@ -30,6 +30,7 @@ use crate::{
         transfers::ShmTaken,
     },
     record::{self, HttpWhat, Item, OwnedFrame, OwnedHttp},
+    requests::Requests,
     wire::{
         assemble::{Content, Decoder, FrameResult, FrameType},
         frame::Frame,
@@ -85,6 +86,8 @@ pub struct Observer {
     gpus: Gpus,
     fill: Fill,
     replicas: Replicas,
+    /// Where records of requests go that are over; `None`: nobody wants them.
+    requests: Option<Requests>,
     /// What the registry takes for time 0 of the clock that all times here are on.
     origin: Instant,
 }
@@ -134,6 +137,7 @@ impl Observer {
             gpus: Gpus::default(),
             fill: Fill::default(),
             replicas: Replicas::default(),
+            requests: None,
             origin: Instant::now(),
         }
     }
@@ -148,6 +152,12 @@ impl Observer {
     #[must_use]
     pub fn own(&self) -> Own {
         self.own.clone()
+    }
+
+    /// Records of requests that end go there from now on.
+    pub fn tell_requests(&mut self, requests: Requests) {
+        self.tracker.want_records(true);
+        self.requests = Some(requests);
     }
 
     /// Wall clock less `CLOCK_MONOTONIC` in nanoseconds, to place what the wire gives as wall clock.
@@ -501,12 +511,21 @@ impl Observer {
         self.merge.tick(now_ns);
         let (tracker, mut sink) = self.tap();
         tracker.tick(now_ns, &mut sink);
+        self.tell_of_requests(now_ns);
         self.with_gpus(|gpus, world, registry| gpus.tick(now_ns, world, registry));
         let (stats, mut sink) = self.told();
         stats.tick(now_ns, &mut sink);
         self.replicas.tick(now_ns, &self.own);
         self.registry.expire(self.origin + Duration::from_nanos(now_ns));
         self.show(now_ns);
+    }
+
+    fn tell_of_requests(&mut self, now_ns: u64) {
+        let Some(requests) = &self.requests else { return };
+        let mut records = Vec::new();
+        let refused = self.tracker.take_records(now_ns, &mut records);
+        requests.ended(records, refused, now_ns);
+        requests.open(now_ns, |max| self.tracker.open_records(now_ns, max));
     }
 
     /// Takes an entry of a recording.

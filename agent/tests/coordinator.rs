@@ -359,7 +359,10 @@ fn the_real_coordinator_is_understood() {
                     }
                 }
             }
-            assert!(start.elapsed() < Duration::from_mins(1), "{last:?} instead of {wanted:?}");
+            assert!(
+                start.elapsed() < Duration::from_mins(1),
+                "{last:?} instead of {wanted:?}"
+            );
         }
     };
     let (here, there) = (format!("up {input} 0 2"), "up tcp://10.9.9.9:5555 1 7");

@@ -7,7 +7,7 @@ mod pipeline_support;
 use omnitap::{
     host::identity::{Flavor, PipelineId, Role},
     metrics::catalogue::Family,
-    pipeline::tracker::Limits,
+    pipeline::{records::Outcome, tracker::Limits},
     wire::{
         diffusion::{Diffusion, DiffusionAdd, DiffusionMetrics, DiffusionResult, Images, ResultKind},
         message::{Add, Audio, FinishReason, Message, Output, OutputKind, SchedulerStats},
@@ -381,12 +381,20 @@ proptest! {
         for (replica, &pid) in PICTURES.iter().enumerate() {
             play.start(pid, picture_role(replica));
         }
+        play.tracker.want_records(true);
         run(&mut play, &steps);
 
+        let mut records = Vec::new();
+        prop_assert_eq!(play.tracker.take_records(u64::MAX, &mut records), 0);
         let sink = &play.sink;
         let ended = sink.sum(Family::OmniRequestsSuccessTotal);
         let failed = sink.sum(Family::OmniRequestsFailedTotal);
         prop_assert!(failed <= ended, "each failure is one of the requests that ended");
+        let with_families = records.iter().filter(|record| record.outcome != Outcome::TimedOut).count();
+        if !is_plain {
+            let counted = f64::from(u32::try_from(with_families).expect("few"));
+            prop_assert_eq!(counted, ended, "each request that is counted leaves a record");
+        }
         prop_assert_eq!(play.tracker.tracked_requests(), 0);
         prop_assert_eq!(play.tracker.open_requests(PipelineId(1)), 0);
         for family in [Family::OmniNumRequestsRunning, Family::OmniNumRequestsWaiting] {

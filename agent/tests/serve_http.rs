@@ -51,6 +51,7 @@ async fn start_with(max_connections: u32, web_config: Option<PathBuf>) -> Runnin
         exposition: registry.exposition(),
         own: registry.own(),
         status: status.clone(),
+        requests: None,
     };
     let settings = Settings {
         web_config,
@@ -424,6 +425,7 @@ async fn a_taken_port_is_said_with_its_address() {
         exposition: registry.exposition(),
         own: registry.own(),
         status: Status::default(),
+        requests: None,
     };
     let error = Server::bind(&settings(vec![localhost(0), localhost(port)], 1), content)
         .await
@@ -445,6 +447,7 @@ async fn several_addresses_are_served() {
         exposition: registry.exposition(),
         own: registry.own(),
         status: Status::default(),
+        requests: None,
     };
     let everywhere = ListenAddress::Tcp { host: None, port: 0 };
     let server = Server::bind(&settings(vec![localhost(0), everywhere], 8), content)
@@ -707,6 +710,7 @@ async fn bind_error(web_config: PathBuf) -> String {
         exposition: registry.exposition(),
         own: registry.own(),
         status: Status::default(),
+        requests: None,
     };
     let settings = Settings {
         web_config: Some(web_config),
@@ -729,6 +733,7 @@ async fn a_unix_socket_serves_those_who_may_open_it() {
         exposition: registry.exposition(),
         own: registry.own(),
         status: Status::default(),
+        requests: None,
     };
     let unix = ListenAddress::Unix(socket.clone());
     let guarded = Settings {

@@ -36,7 +36,12 @@ pub(crate) struct Args {
 /// Runs the task.
 pub(crate) fn run(args: &Args) -> Result<()> {
     // A C compiler builds the functions that probe sites are chosen in.
-    setup::debian(&[("/usr/bin/gcc", "gcc"), ("/usr/include/stdio.h", "libc6-dev")])?;
+    // tmux is the terminal that `omnitap top` is tested in.
+    setup::debian(&[
+        ("/usr/bin/gcc", "gcc"),
+        ("/usr/include/stdio.h", "libc6-dev"),
+        ("/usr/bin/tmux", "tmux"),
+    ])?;
     let python = setup::venv("venv", PYTHON_PACKAGES)?;
     setup::run(setup::cargo().args(["build", "--package", "omnitap"]))?;
     if args.package.is_none() && args.filter.is_none() {

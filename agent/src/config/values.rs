@@ -474,6 +474,18 @@ pub enum EngineMetrics {
     Fill,
 }
 
+/// Whether records of requests go to the log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RequestLog {
+    /// No.
+    #[default]
+    Off,
+    /// A summary and tables, for people.
+    Text,
+    /// One JSON object each.
+    Json,
+}
+
 macro_rules! words {
     ($type:ident, $name:literal, $expected:literal, $($word:literal => $variant:ident),*) => {
         impl FromStr for $type {
@@ -504,6 +516,7 @@ macro_rules! words {
 words!(LogLevel, "LEVEL", "not one of error, warn, info, debug, trace",
     "error" => Error, "warn" => Warn, "info" => Info, "debug" => Debug, "trace" => Trace);
 words!(LogFormat, "FORMAT", "not one of text, json", "text" => Text, "json" => Json);
+words!(RequestLog, "FORM", "not one of off, text, json", "off" => Off, "text" => Text, "json" => Json);
 words!(EngineMetrics, "USE", "not one of off, fill", "off" => Off, "fill" => Fill);
 
 #[cfg(test)]

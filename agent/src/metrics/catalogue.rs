@@ -826,6 +826,13 @@ families! {
     OmnitapReplicas "omnitap_replicas"
         Gauge(Sum), &["flavor"], Own, Nothing,
         "Replicas of stages found on this host and alive.";
+    OmnitapRequestRecordsMissedTotal "omnitap_request_records_missed_total"
+        Counter, &[], Own, Nothing,
+        "Records of requests that made room for newer ones before a reader of /api/requests came for them.";
+    OmnitapRequestRecordsTotal "omnitap_request_records_total"
+        Counter, &["result"], Own, Nothing,
+        "Records of requests that ended, where they are wanted: taken, over_rate (dropped: more than requests.max-rate a \
+         second).";
     OmnitapResidentMemoryBytes "omnitap_resident_memory_bytes"
         Gauge(Sum), &[], Own, Nothing,
         "Resident memory of the agent's process.";

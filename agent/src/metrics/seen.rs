@@ -30,7 +30,8 @@ pub enum Real {
 }
 
 const OMNI: &[&str] = &["omni", "omni-off"];
-const ALL: &[&str] = &["omni", "omni-off", "ardit"];
+const ALL: &[&str] = &["omni", "omni-off", "ardit", "inline"];
+const IMAGES: &[&str] = &["ardit", "inline"];
 const PROFILER: Real = Real::Not("the pipeline that runs on a CPU profiles neither");
 const NO_DATA: &[&str] = &[];
 
@@ -57,26 +58,26 @@ pub static SEEN: &[Seen] = seen! {
     OmniDiffusionPostprocessS Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
     OmniDiffusionPreprocessS Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
     OmniE2eRequestLatencyS Real::In(ALL), ALL, Some("e2e_agent");
-    OmniImageCountTotal Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
-    OmniImagePixels Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
-    OmniImageTtfpS Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
+    OmniImageCountTotal Real::In(IMAGES), IMAGES, Some("e2e_diffusion");
+    OmniImagePixels Real::In(IMAGES), IMAGES, Some("e2e_diffusion");
+    OmniImageTtfpS Real::In(IMAGES), IMAGES, Some("e2e_diffusion");
     OmniKvWaitS Real::Not("no KV data leaves a stage"), NO_DATA, Some("e2e_agent");
-    OmniNumInferenceSteps Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
+    OmniNumInferenceSteps Real::In(IMAGES), IMAGES, Some("e2e_diffusion");
     OmniNumRequestsRunning Real::Not("0 at rest, when pages are compared"), NO_DATA, Some("e2e_agent");
     OmniNumRequestsWaiting Real::Not("0 at rest, when pages are compared"), NO_DATA, Some("e2e_agent");
-    OmniPeakMemoryMb Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
-    OmniRequestQueueWaitS Real::In(&["ardit"]), NO_DATA, None;
+    OmniPeakMemoryMb Real::In(IMAGES), IMAGES, Some("e2e_diffusion");
+    OmniRequestQueueWaitS Real::In(IMAGES), &["inline"], None;
     OmniRequestsFailedTotal Real::In(ALL), ALL, Some("e2e_agent");
     OmniRequestsSuccessTotal Real::In(ALL), ALL, Some("e2e_agent");
-    OmniSpeechStreamAbortedTotal Real::In(&["omni"]), NO_DATA, None;
-    OmniSpeechStreamCompletedTotal Real::In(&["omni"]), NO_DATA, None;
+    OmniSpeechStreamAbortedTotal Real::In(&["omni"]), &["omni"], None;
+    OmniSpeechStreamCompletedTotal Real::In(&["omni"]), &["omni"], None;
     OmniStageGenTimeS Real::In(ALL), ALL, Some("e2e_agent");
     OmniStageInQueueS Real::In(&["ardit"]), &["ardit"], Some("e2e_diffusion");
     OmniStageWaitingRequests Real::Not("0 at rest, when pages are compared"), NO_DATA, Some("e2e_agent");
-    OmniTransferInFlightS Real::In(OMNI), NO_DATA, Some("e2e_transfers");
-    OmniTransferRxS Real::In(OMNI), NO_DATA, Some("e2e_transfers");
-    OmniTransferSizeBytes Real::In(OMNI), NO_DATA, Some("e2e_transfers");
-    OmniTransferTxS Real::In(OMNI), NO_DATA, Some("e2e_transfers");
+    OmniTransferInFlightS Real::In(OMNI), &["omni"], Some("e2e_transfers");
+    OmniTransferRxS Real::In(OMNI), &["omni"], Some("e2e_transfers");
+    OmniTransferSizeBytes Real::In(&["omni", "omni-off", "ardit"]), &["omni", "ardit"], Some("e2e_transfers");
+    OmniTransferTxS Real::In(&["omni", "omni-off", "ardit"]), &["omni", "ardit"], Some("e2e_transfers");
     OmniVaeDecodeS PROFILER, NO_DATA, Some("e2e_diffusion");
 };
 

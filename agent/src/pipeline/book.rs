@@ -17,6 +17,7 @@ use super::{
     audio::AudioState,
     diffusion::DiffusionShare,
     forwards::{Forwarded, Payload},
+    records::{Draft, Figures},
 };
 use crate::{
     metrics::merge::{Known, Mark},
@@ -249,6 +250,8 @@ pub(super) struct Request {
     ended: u32,
     /// The exchange over HTTP that it came by, which then has its first packet and continuity.
     pub(super) exchange: Option<ExchangeId>,
+    /// What its record will say, where one is wanted.
+    pub(super) draft: Option<Box<Draft>>,
 }
 
 impl Request {
@@ -352,6 +355,7 @@ pub(super) struct Finished {
     pub(super) time_ns: u64,
     pub(super) generated: u64,
     pub(super) audio: StageAudio,
+    pub(super) figures: Figures,
 }
 
 /// What a stage gave of a request's audio.
@@ -528,9 +532,12 @@ impl Book {
         let Some(part) = self.part_mut(request, part) else {
             return;
         };
-        if let Some(payload) = part.payload.take() {
-            let (to, added_ns) = (part.engine, part.added_ns);
+        if let Some(payload) = part.payload.take()
+            && let (to, added_ns) = (part.engine, part.added_ns)
+            && let Some(id) = self.request(request).map(|request| Arc::clone(&request.id))
+        {
             self.forwarded.push(Forwarded {
+                request: id,
                 payload: *payload,
                 to,
                 added_ns,
@@ -818,6 +825,7 @@ impl Book {
             audio: None,
             ended: 0,
             exchange: None,
+            draft: None,
         });
         // Bounded by the caller far below 2^32.
         let index = u32::try_from(index).unwrap_or(u32::MAX);
@@ -972,6 +980,15 @@ impl Book {
                 other.engine = NONE;
             }
         }
+    }
+
+    /// The engine that a share is at or was given to, where it is known.
+    pub(super) fn engine_of(&self, part: &Part) -> Option<u16> {
+        let behind = || Some(self.lanes.get(usize::from(part.lane))?.engine);
+        Some(part.engine)
+            .filter(|&engine| engine != NONE)
+            .or_else(behind)
+            .filter(|&engine| engine != NONE)
     }
 
     /// The engine behind a socket, where it is known.

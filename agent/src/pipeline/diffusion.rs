@@ -8,6 +8,7 @@ use super::{
     book::{Finished, PartState, Phase, StageAudio},
     engine::{Snapshot, engine_number, observe},
     labels::Failure,
+    records::Figures as RecordFigures,
     sink::{ExtraId, ScopeId, Sink, Subject},
     state::{Environment, PipelineState},
 };
@@ -260,6 +261,12 @@ impl PipelineState {
             time_ns,
             generated: 0,
             audio: StageAudio::NoAudioStage,
+            figures: RecordFigures {
+                queue_s: result
+                    .metrics
+                    .and_then(|metrics| Some(metrics.queue_wait_ms? / 1e3)),
+                ..RecordFigures::default()
+            },
         });
         self.settle(environment, sink);
     }

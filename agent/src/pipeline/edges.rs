@@ -1,9 +1,12 @@
 //! The edges between stages and their four families.
 
+use std::sync::Arc;
+
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
     places::{End, Place},
+    records::Connector,
     sink::{ExtraId, Scope, ScopeId, Sink},
 };
 use crate::{
@@ -134,11 +137,24 @@ struct Series {
     connected: FxHashSet<u32>,
 }
 
+/// A hop of a request, for its record.
+#[derive(Debug)]
+pub(super) struct RequestHop {
+    pub(super) pipeline: PipelineId,
+    pub(super) request: Arc<str>,
+    pub(super) from: End,
+    pub(super) to: End,
+    pub(super) connector: Connector,
+    pub(super) hop: Hop,
+}
+
 /// The edges of all pipelines.
 #[derive(Debug, Default)]
 pub(super) struct Edges {
     series: FxHashMap<PipelineId, Series>,
     mismatches: u64,
+    /// Hops of requests since they were last taken; `None`: nobody wants them.
+    pub(super) requests: Option<Vec<RequestHop>>,
 }
 
 impl Edges {
@@ -231,13 +247,16 @@ impl Edges {
         })
     }
 
-    /// One observation for each value of a hop.
+    /// One observation for each value of a hop, which is this request's, where that is known.
+    #[expect(clippy::too_many_arguments, reason = "one hop and where it belongs")]
     pub(super) fn observe<S: Sink + ?Sized>(
         &mut self,
         pipeline: PipelineId,
         from: Option<End>,
         to: Option<End>,
         hop: &Hop,
+        request: Option<&str>,
+        connector: Connector,
         sink: &mut S,
     ) {
         let (Some(from), Some(to)) = (from, to) else {
@@ -247,6 +266,16 @@ impl Edges {
         let Some(series) = self.series.get_mut(&pipeline) else {
             return;
         };
+        if let (Some(requests), Some(request)) = (&mut self.requests, request) {
+            requests.push(RequestHop {
+                pipeline,
+                request: request.into(),
+                from,
+                to,
+                connector,
+                hop: *hop,
+            });
+        }
         let scope = *series.scope_id.get_or_insert_with(|| sink.scope(&series.scope));
         let edge = *series.edges.entry((from, to)).or_insert_with(|| {
             let values = [from.stage, from.replica, to.stage, to.replica].map(|value| value.to_string());

@@ -12,6 +12,7 @@ use super::{
     audio::{AudioState, FirstPacket, as_f64, seconds_between},
     book::{Book, Finished, NONE, Part, PartState, StageAudio, Task, UNKNOWN},
     labels::{Labels, STAGE_COUNTERS, STAGE_HISTOGRAMS, Sleep},
+    records::Figures,
     sink::{ExtraId, ScopeId, Sink, Subject},
 };
 use crate::{
@@ -194,6 +195,12 @@ impl Engine {
     pub(super) fn audio_rate(&self, slot: u32) -> Option<u32> {
         let audio = self.slots.get(slot as usize)?.audio.as_ref()?;
         (audio.frames > 0).then(|| audio.rate())
+    }
+
+    /// What is known of a request that it has a state of: times and generated tokens.
+    pub(super) fn figures(&self, part: &Part) -> Option<(Figures, u64)> {
+        let stage = self.slots.get(part.slot as usize)?;
+        Some((stage.figures(part), u64::from(stage.generated)))
     }
 
     /// Creates the children that the real server has before the first request.
@@ -668,9 +675,11 @@ impl Engine {
             return;
         };
         batch.corrupted += u64::from(stage.corrupted);
+        let mut figures = Figures::default();
         if let Some(part) = book.part_mut(stage.request, stage.part) {
             part.state = PartState::Finished;
             stage.observe(scope, part, reason, time_ns, context, sink);
+            figures = stage.figures(part);
         }
         if context.flavor == Flavor::Vllm
             && stage.view == View::Whole
@@ -695,6 +704,7 @@ impl Engine {
                 None if self.audio_seen => StageAudio::Silent,
                 None => StageAudio::NoAudioStage,
             },
+            figures,
         });
     }
 
@@ -737,8 +747,10 @@ impl Engine {
             return;
         };
         sink.skip(Family::VllmRequestSuccessTotal, "finish_not_seen");
+        let mut figures = Figures::default();
         if let Some(part) = book.part_mut(stage.request, stage.part) {
             part.state = PartState::Finished;
+            figures = stage.figures(part);
         }
         book.leave_siblings(&stage.id, None);
         book.finished.push(Finished {
@@ -749,6 +761,7 @@ impl Engine {
             time_ns,
             generated: u64::from(stage.generated),
             audio: stage.audio.map_or(StageAudio::NoAudioStage, StageAudio::Some),
+            figures,
         });
     }
 
@@ -953,6 +966,20 @@ fn first_token<S: Sink + ?Sized>(scope: ScopeId, part: &Part, first_ns: u64, sin
 }
 
 impl Stage {
+    /// Times and tokens for the request's record, by the rules of the samples.
+    fn figures(&self, part: &Part) -> Figures {
+        let has_first = self.view == View::Whole
+            && !self.prefilling
+            && part.is_added()
+            // Its time of arrival is that of its newest segment.
+            && part.session.is_none();
+        Figures {
+            queue_s: Some(self.scheduled - self.queued).filter(|queue| is_duration(*queue)),
+            first_token_s: has_first.then(|| seconds_between(part.arrival_ns, self.frame_ns)),
+            prompt_tokens: (part.prompt_tokens != UNKNOWN).then_some(part.prompt_tokens),
+        }
+    }
+
     /// The samples of a finished request.
     fn observe<S: Sink + ?Sized>(
         &self,

@@ -4,6 +4,8 @@
 //! if it was sent after the stage before had finished, if no connector is known to move that stage's outputs, and if
 //! one that did would have been seen. That is decided when the next stage answers: by then its input has arrived.
 
+use std::sync::Arc;
+
 use super::{
     audio::{as_f64, seconds_between},
     edges::{Hop, Reason},
@@ -26,6 +28,8 @@ pub(super) struct Payload {
 /// A payload that has arrived.
 #[derive(Debug)]
 pub(super) struct Forwarded {
+    /// Id of the request.
+    pub(super) request: Arc<str>,
     pub(super) payload: Payload,
     /// Number of the engine that has it.
     pub(super) to: u16,

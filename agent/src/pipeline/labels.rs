@@ -27,7 +27,7 @@ impl Failure {
         Self::Unknown,
     ];
 
-    fn as_str(self) -> &'static str {
+    pub(super) fn as_str(self) -> &'static str {
         match self {
             Self::ClientAbort => "client_abort",
             Self::ClientDisconnect => "client_disconnect",

@@ -14,6 +14,7 @@ mod images;
 mod labels;
 mod places;
 mod pulls;
+pub mod records;
 pub mod sink;
 mod state;
 pub mod stats;

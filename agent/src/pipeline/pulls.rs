@@ -12,6 +12,7 @@ use super::{
     audio::{as_f64, seconds_between},
     edges::{Edges, Hop, Reason},
     places::{Place, Places},
+    records::Connector,
     sink::Sink,
     tracker::Limits,
     waiting::{HopKey, Waiting},
@@ -243,8 +244,19 @@ impl With<'_> {
                 };
                 self.offer(key, offered, sink);
             }
-            Control::Released { key, claim } => self.read(key, claim, (socket.0, place), time_ns, sink),
-            Control::Read { key } => self.read(key, key, (socket.0, place), time_ns, sink),
+            Control::Released { key, claim } => {
+                self.read(key, claim, (socket.0, place), Connector::Nixl, time_ns, sink);
+            }
+            Control::Read { key } => {
+                self.read(
+                    key,
+                    key,
+                    (socket.0, place),
+                    Connector::TransferEngine,
+                    time_ns,
+                    sink,
+                );
+            }
             Control::Nothing => {}
         }
     }
@@ -312,6 +324,7 @@ impl With<'_> {
         key: &str,
         name: &str,
         to: (u32, Place),
+        connector: Connector,
         time_ns: u64,
         sink: &mut S,
     ) {
@@ -322,7 +335,7 @@ impl With<'_> {
         };
         let size = offered.size.map(as_f64).ok_or(Reason::FrameCut);
         let rx = seconds_between(offered.time_ns, time_ns);
-        self.hop(key, offered.from, to, size, rx, sink);
+        self.hop(key, offered.from, to, connector, size, rx, sink);
     }
 
     /// Who is meant by an answer: whose number it has, else the one whom it fits (`is_it`).
@@ -381,15 +394,18 @@ impl With<'_> {
         }
         let rx = seconds_between(asked.time_ns, time_ns);
         let (key, to) = (Arc::clone(&asked.key), (receiver.0, asked.place));
-        self.hop(&key, (sender.0, place), to, Ok(as_f64(size)), rx, sink);
+        let (from, size) = ((sender.0, place), Ok(as_f64(size)));
+        self.hop(&key, from, to, Connector::TransferEngine, size, rx, sink);
     }
 
     /// Such a sender's own part is a copy into its memory, of which no message tells.
+    #[expect(clippy::too_many_arguments, reason = "one hop and where it belongs")]
     fn hop<S: Sink + ?Sized>(
         &mut self,
         key: &str,
         (from_pid, from): (u32, Place),
         (to_pid, to): (u32, Place),
+        connector: Connector,
         size: Result<f64, Reason>,
         rx: f64,
         sink: &mut S,
@@ -409,6 +425,8 @@ impl With<'_> {
         let to = self
             .edges
             .end(self.places.again(to_pid, to), key.and_then(|key| key.to_stage));
-        self.edges.observe(pipeline, from, to, &hop, sink);
+        let request = key.map(|key| key.request_id);
+        self.edges
+            .observe(pipeline, from, to, &hop, request, connector, sink);
     }
 }

@@ -10,12 +10,15 @@ use super::{
         Aborting, Added, Book, Due, Finished, FinishedAudio, Part, PartState, Phase, Request, StageAudio,
         Task, UNKNOWN,
     },
-    edges::UNKNOWN_MODEL,
+    edges::{RequestHop, UNKNOWN_MODEL},
     engine::{Context, Engine, Snapshot, engine_number},
     forwards::Forward,
     http::{Client, Exchanges},
     labels::{Failure, Labels, Sleep},
     places::End,
+    records::{
+        self, Draft, Figures, Held, OpenRequest, OpenStage, OpenState, Outcome, RequestRecord, StageRecord,
+    },
     sink::{ExtraId, Scope, ScopeId, Sink, Subject},
     tracker::Limits,
 };
@@ -46,6 +49,8 @@ pub(super) struct PipelineState {
     pub(super) book: Book,
     /// What passes on the API processes' connections.
     pub(super) exchanges: Exchanges,
+    /// Records of the requests that ended just now.
+    pub(super) held: Held,
     /// API processes that live.
     apis: usize,
     /// The highest stage of any kind.
@@ -67,6 +72,8 @@ pub(super) struct Environment {
     pub(super) limits: Limits,
     pub(super) labels: Labels,
     pub(super) wall_offset_ns: Option<i64>,
+    /// Whether requests that end leave a record.
+    pub(super) records: bool,
 }
 
 impl PipelineState {
@@ -77,6 +84,7 @@ impl PipelineState {
             engines: Slab::new(),
             book: Book::default(),
             exchanges: Exchanges::default(),
+            held: Held::default(),
             apis: 0,
             last_stage: None,
             ready: None,
@@ -452,7 +460,11 @@ impl PipelineState {
             }
             Added::Segment { begins: true, .. } => engine.segment_began(slot),
             // The input ended while the engine had nothing to do: there is no further output.
-            _ if !add.resumable && is_waiting && !self.is_omni() => self.forget(request),
+            _ if !add.resumable && is_waiting && !self.is_omni() => {
+                let how = (Outcome::Finished, FinishReason::Stop.as_str());
+                self.record_cut_short(request, how, time_ns, environment);
+                self.forget(request);
+            }
             _ => {}
         }
     }
@@ -512,6 +524,8 @@ impl PipelineState {
 
     /// A request will give no more: its cause is settled a little later.
     fn begin_abort(&mut self, index: u32, aborting: Aborting, time_ns: u64, environment: &Environment) {
+        // As it is now: where its stages are is not known any more when the cause is settled.
+        self.record_open_stages(index, time_ns, environment);
         let Some(request) = self.book.request_mut(index) else {
             return;
         };
@@ -661,6 +675,9 @@ impl PipelineState {
     ) {
         let index = finished.request;
         let is_omni = self.is_omni();
+        if environment.records {
+            self.record_stage(&finished);
+        }
         let Some(request) = self.book.request_mut(index) else {
             return;
         };
@@ -710,7 +727,7 @@ impl PipelineState {
         let (last_stage, finish_ns) = (request.last_stage, request.finish_ns);
         if !is_omni || companion {
             if !is_active {
-                self.book.complete(index);
+                self.complete_plain(index, environment);
             }
             return;
         }
@@ -765,6 +782,14 @@ impl PipelineState {
         }));
         self.completed(&request, environment, sink);
         sink.about(None);
+        self.record_completed(request, environment);
+    }
+
+    /// A request without families of a pipeline is complete.
+    fn complete_plain(&mut self, index: u32, environment: &Environment) {
+        if let Some(request) = self.book.complete(index) {
+            self.record_completed(request, environment);
+        }
     }
 
     fn completed<S: Sink + ?Sized>(&mut self, request: &Request, environment: &Environment, sink: &mut S) {
@@ -934,6 +959,11 @@ impl PipelineState {
         {
             self.request_over(exchange, self.audio_place(request));
         }
+        let outcome = match reason {
+            Failure::ClientAbort | Failure::ClientDisconnect => Outcome::Aborted,
+            Failure::StageError | Failure::Unknown => Outcome::Failed,
+        };
+        self.record_cut_short(index, (outcome, reason.as_str()), now_ns, environment);
         self.close(index, now_ns.saturating_add(environment.limits.linger_ns));
     }
 
@@ -963,6 +993,236 @@ impl PipelineState {
             {
                 engine.drop_request(part.slot);
             }
+        }
+    }
+
+    // ---- records ----
+
+    /// A payload of a request has arrived.
+    pub(super) fn hop(&mut self, hop: &RequestHop) {
+        let RequestHop {
+            request,
+            from,
+            to,
+            connector,
+            hop,
+            ..
+        } = hop;
+        let open = self.book.find(request);
+        match open.and_then(|index| self.book.request_mut(index)) {
+            Some(request) if request.phase != Phase::Closed => {
+                let draft = request.draft.get_or_insert_default();
+                draft.transfer(*from, *to, *connector, hop);
+            }
+            _ => self.held.transfer(request, *from, *to, *connector, hop),
+        }
+    }
+
+    /// A stage finished with a request.
+    fn record_stage(&mut self, finished: &Finished) {
+        let parts = self.book.request(finished.request).map(|request| &request.parts);
+        let Some(part) = parts.and_then(|parts| parts.get(usize::from(finished.part))) else {
+            return;
+        };
+        let gen_time_s = part
+            .is_added()
+            .then(|| seconds_between(part.added_ns, finished.time_ns));
+        let row = StageRecord {
+            finish_reason: Some(finished.reason.as_str().into()),
+            gen_time_ms: gen_time_s.map(records::ms),
+            ..self.row_of(Some(part.engine), &finished.figures, finished.generated)
+        };
+        if let Some(request) = self.book.request_mut(finished.request) {
+            request.draft.get_or_insert_default().stage(row);
+        }
+    }
+
+    fn row_of(&self, engine: Option<u16>, figures: &Figures, generated: u64) -> StageRecord {
+        let engine = engine.and_then(|engine| self.engines.get(usize::from(engine)));
+        let is_llm = engine.is_none_or(|engine| engine.is_llm);
+        StageRecord {
+            stage: engine.and_then(|engine| engine.stage),
+            replica: engine.and_then(|engine| engine.replica),
+            kind: if is_llm { "llm" } else { "diffusion" }.into(),
+            finish_reason: None,
+            queue_ms: figures.queue_s.map(records::ms),
+            first_token_ms: figures.first_token_s.map(records::ms),
+            gen_time_ms: None,
+            prompt_tokens: figures.prompt_tokens,
+            generated_tokens: generated,
+        }
+    }
+
+    /// Notes how far the stages are that have not finished. To be called before they are dropped.
+    fn record_open_stages(&mut self, index: u32, now_ns: u64, environment: &Environment) {
+        let Some(request) = self.book.request(index).filter(|_| environment.records) else {
+            return;
+        };
+        let rows: Vec<StageRecord> = request
+            .parts
+            .iter()
+            .filter(|part| part.state != PartState::Finished)
+            .map(|part| self.open_row(part))
+            .collect();
+        if let Some(request) = self.book.request_mut(index) {
+            let draft = request.draft.get_or_insert_default();
+            draft.end_ns = Some(now_ns);
+            for row in rows {
+                draft.stage(row);
+            }
+        }
+    }
+
+    fn open_row(&self, part: &Part) -> StageRecord {
+        let engine = self.book.engine_of(part);
+        let has_answered = matches!(part.state, PartState::Open | PartState::Early);
+        let (figures, generated) = engine
+            .filter(|_| has_answered)
+            .and_then(|engine| self.engines.get(usize::from(engine))?.figures(part))
+            .unwrap_or_else(|| (Figures::given(part), 0));
+        let row = self.row_of(engine, &figures, generated);
+        match part.diffusion {
+            Some(_) => StageRecord {
+                kind: "diffusion".into(),
+                ..row
+            },
+            None => row,
+        }
+    }
+
+    /// The record of a request that is over at `end_ns`.
+    fn record(
+        &self,
+        request: &Request,
+        draft: Draft,
+        (outcome, reason): (Outcome, &'static str),
+        end_ns: u64,
+        environment: &Environment,
+    ) -> RequestRecord {
+        // Of one that no stage has answered for, the first that was given it is the pipeline's first.
+        let is_untouched = request.parts.iter().all(|part| part.state == PartState::Pending);
+        let start_ns = request
+            .start_ns()
+            .or_else(|| request.arrival_ns().filter(|_| is_untouched));
+        let unix_ms = |time_ns| records::unix_ms(time_ns, environment.wall_offset_ns);
+        let (stages, transfers) = draft.rows();
+        let first = || stages.first().filter(|_| start_ns.is_some())?.prompt_tokens;
+        RequestRecord {
+            request_id: records::name(&request.id),
+            model: self.model_name(),
+            pipeline_pid: self.pipeline.root.pid,
+            arrived_unix_ms: start_ns.and_then(unix_ms),
+            ended_unix_ms: unix_ms(end_ns),
+            e2e_ms: start_ns.map(|start_ns| records::age_ms(end_ns, start_ns)),
+            outcome,
+            reason: reason.into(),
+            prompt_tokens: Some(request.prompt_tokens)
+                .filter(|tokens| *tokens != UNKNOWN)
+                .or_else(first),
+            generated_tokens: stages.iter().map(|row| row.generated_tokens).sum(),
+            stages,
+            transfers,
+        }
+    }
+
+    fn record_completed(&mut self, mut request: Request, environment: &Environment) {
+        if !environment.records || request.companion {
+            return;
+        }
+        let draft = request.draft.take().map(|draft| *draft).unwrap_or_default();
+        let outcome = match request.reason {
+            FinishReason::Abort => Outcome::Aborted,
+            FinishReason::Error => Outcome::Failed,
+            FinishReason::Stop | FinishReason::Length | FinishReason::Repetition => Outcome::Finished,
+        };
+        let how = (outcome, request.reason.as_str());
+        let record = self.record(&request, draft, how, request.finish_ns, environment);
+        let until_ns = request
+            .finish_ns
+            .saturating_add(environment.limits.transfer_grace_ns);
+        self.held.insert(request.id, record, until_ns);
+    }
+
+    /// The record of a request that is over before its stages are.
+    fn record_cut_short(
+        &mut self,
+        index: u32,
+        how: (Outcome, &'static str),
+        now_ns: u64,
+        environment: &Environment,
+    ) {
+        if !environment.records {
+            return;
+        }
+        if self
+            .book
+            .request(index)
+            .is_some_and(|request| request.phase == Phase::Live)
+        {
+            self.record_open_stages(index, now_ns, environment);
+        }
+        let Some(request) = self.book.request_mut(index) else {
+            return;
+        };
+        let draft = request.draft.take().map(|draft| *draft).unwrap_or_default();
+        let Some(request) = self.book.request(index).filter(|request| !request.companion) else {
+            return;
+        };
+        let id = std::sync::Arc::clone(&request.id);
+        let end_ns = draft.end_ns.unwrap_or(now_ns);
+        let record = self.record(request, draft, how, end_ns, environment);
+        let until_ns = now_ns.saturating_add(environment.limits.transfer_grace_ns);
+        self.held.insert(id, record, until_ns);
+    }
+
+    fn model_name(&self) -> Option<String> {
+        let pipeline = &self.pipeline;
+        let name = pipeline.model.as_ref().or(pipeline.served_model.as_ref())?;
+        Some(records::name(name))
+    }
+
+    /// At most `max` requests that are under way, those that came first.
+    pub(super) fn open_records(&self, now_ns: u64, max: usize, out: &mut Vec<OpenRequest>) {
+        let mut open: Vec<&Request> = self
+            .book
+            .requests
+            .iter()
+            .map(|(_, request)| request)
+            .filter(|request| request.is_active() && !request.companion)
+            .collect();
+        open.sort_by_key(|request| request.serial);
+        out.extend(open.into_iter().take(max).map(|request| {
+            OpenRequest {
+                request_id: records::name(&request.id),
+                model: self.model_name(),
+                pipeline_pid: self.pipeline.root.pid,
+                age_ms: request
+                    .arrival_ns()
+                    .map(|start_ns| records::age_ms(now_ns, start_ns)),
+                stages: request
+                    .parts
+                    .iter()
+                    .map(|part| self.open_stage(request, part))
+                    .collect(),
+            }
+        }));
+    }
+
+    fn open_stage(&self, request: &Request, part: &Part) -> OpenStage {
+        let row = self.open_row(part);
+        let finished = || request.draft.as_ref()?.generated(row.stage, row.replica);
+        OpenStage {
+            stage: row.stage,
+            replica: row.replica,
+            state: match part.state {
+                PartState::Pending => OpenState::Given,
+                PartState::Open => OpenState::Running,
+                PartState::Early | PartState::Finished => OpenState::Finished,
+            },
+            generated_tokens: match part.state {
+                PartState::Finished => finished().unwrap_or(0),
+                _ => row.generated_tokens,
+            },
         }
     }
 
@@ -1066,6 +1326,8 @@ impl PipelineState {
             if let Some(exchange) = self.book.request(request).and_then(|request| request.exchange) {
                 self.request_over(exchange, None);
             }
+            let how = (Outcome::TimedOut, Outcome::TimedOut.as_str());
+            self.record_cut_short(request, how, now_ns, environment);
             self.close(request, now_ns.saturating_add(environment.limits.linger_ns));
         }
     }

@@ -6,6 +6,7 @@ use slab::Slab;
 use super::{
     labels::Labels,
     places::Places,
+    records::{OpenRequest, RequestRecord},
     sink::Sink,
     state::{Environment, Kind, PipelineState},
     transfers::{ShmTaken, TransferCounts, Transfers, key_of},
@@ -78,6 +79,10 @@ pub struct Tracker {
     transfers: Transfers,
     /// Of pipelines that are gone.
     ended_ambiguous_joins: u64,
+    /// Whether requests that end leave a record.
+    records: bool,
+    /// Of pipelines that are gone, and the number of those that there was no room for.
+    ended_records: (Vec<RequestRecord>, u64),
 }
 
 #[derive(Debug)]
@@ -115,6 +120,43 @@ impl Tracker {
     /// start is the time of its ADD.
     pub fn set_wall_offset(&mut self, offset_ns: i64) {
         self.wall_offset_ns = Some(offset_ns);
+    }
+
+    /// Whether each request that ends leaves a record, for [`Self::take_records`].
+    pub fn want_records(&mut self, wanted: bool) {
+        self.records = wanted;
+        self.transfers.want_requests(wanted);
+    }
+
+    /// Records of the requests that are over, with their last payloads. Gives the number of those that there was no room
+    /// for. To be called behind [`Self::tick`].
+    pub fn take_records(&mut self, now_ns: u64, out: &mut Vec<RequestRecord>) -> u64 {
+        let (ended, mut refused) = std::mem::take(&mut self.ended_records);
+        out.extend(ended);
+        for (_, state) in &mut self.pipelines {
+            refused += state.held.take(now_ns, out);
+        }
+        refused
+    }
+
+    /// At most `max` of the requests that are under way, those that came first.
+    #[must_use]
+    pub fn open_records(&self, now_ns: u64, max: usize) -> Vec<OpenRequest> {
+        let mut open = Vec::new();
+        for (_, state) in &self.pipelines {
+            state.open_records(now_ns, max.saturating_sub(open.len()), &mut open);
+        }
+        open
+    }
+
+    /// Tells the requests about their payloads.
+    fn hops_of_requests(&mut self) {
+        for hop in self.transfers.take_requests() {
+            let slot = self.by_id.get(&hop.pipeline);
+            if let Some(state) = slot.and_then(|slot| self.pipelines.get_mut(*slot)) {
+                state.hop(&hop);
+            }
+        }
     }
 
     /// Requests of a pipeline that some stage still has work for.
@@ -158,6 +200,7 @@ impl Tracker {
             return ShmTaken::Unknown;
         };
         self.transfers.shm(event, key, place, places, &self.limits, sink);
+        self.hops_of_requests();
         ShmTaken::Known
     }
 
@@ -227,6 +270,7 @@ impl Tracker {
                 let limits = &self.limits;
                 self.transfers
                     .control(sender, *peer, control, time_ns, place, places, limits, sink);
+                self.hops_of_requests();
             }
             return;
         }
@@ -247,6 +291,7 @@ impl Tracker {
         for forward in state.take_forwards() {
             self.transfers.forward(pipeline, &forward, places, sink);
         }
+        self.hops_of_requests();
     }
 
     /// Process `pid` sent a tensor or array behind a message.
@@ -268,6 +313,7 @@ impl Tracker {
         }
         let places = Places(&self.processes);
         self.transfers.tick(now_ns, places, &self.limits, sink);
+        self.hops_of_requests();
     }
 
     fn environment<S: Sink + ?Sized>(&mut self, sink: &mut S) -> Environment {
@@ -275,6 +321,7 @@ impl Tracker {
             limits: self.limits,
             labels: *self.labels.get_or_insert_with(|| Labels::new(sink)),
             wall_offset_ns: self.wall_offset_ns,
+            records: self.records,
         }
     }
 
@@ -370,6 +417,8 @@ impl Tracker {
         let environment = self.environment(sink);
         state.end(now_ns, &environment, sink);
         self.ended_ambiguous_joins += state.exchanges.ambiguous_joins;
+        let (ended, refused) = &mut self.ended_records;
+        *refused += state.held.take(u64::MAX, ended);
         self.transfers.pipeline_gone(id, sink);
     }
 }

@@ -9,10 +9,11 @@ use std::sync::Arc;
 
 use super::{
     audio::{as_f64, seconds_between},
-    edges::{Edges, Hop, Reason},
+    edges::{Edges, Hop, Reason, RequestHop},
     forwards::Forward,
     places::{Place, Places},
     pulls::Pulls,
+    records::Connector,
     sink::Sink,
     tracker::Limits,
     waiting::{HopKey, Waiting},
@@ -79,6 +80,20 @@ impl Transfers {
             open: self.puts.len() + self.gets.len() + self.pulls.open(),
             stage_mismatches: self.edges.mismatches(),
         }
+    }
+
+    /// Whether hops of requests are kept until they are taken.
+    pub(super) fn want_requests(&mut self, wanted: bool) {
+        self.edges.requests = wanted.then(Vec::new);
+    }
+
+    /// Hops of requests since the last call.
+    pub(super) fn take_requests(&mut self) -> Vec<RequestHop> {
+        self.edges
+            .requests
+            .as_mut()
+            .map(std::mem::take)
+            .unwrap_or_default()
     }
 
     /// Whether a hop of this pipeline was seen.
@@ -197,7 +212,10 @@ impl Transfers {
             }
         }
         let hop = forward.forwarded.hop();
-        self.edges.observe(pipeline, forward.from, forward.to, &hop, sink);
+        let (request, connector) = (Some(&*forward.forwarded.request), Connector::Request);
+        let (from, to) = (forward.from, forward.to);
+        self.edges
+            .observe(pipeline, from, to, &hop, request, connector, sink);
     }
 
     /// The process `pid` sent a control message on `socket`.
@@ -293,7 +311,9 @@ impl Transfers {
         let to = places.again(get.pid, get.place);
         let from = self.edges.end(from, key.from_stage);
         let to = self.edges.end(to, key.to_stage);
-        self.edges.observe(put.place.pipeline, from, to, &hop, sink);
+        let (pipeline, request, connector) = (put.place.pipeline, Some(key.request_id), connector_of(name));
+        self.edges
+            .observe(pipeline, from, to, &hop, request, connector, sink);
     }
 
     /// A get whose put was not seen: the agent came in between, or it is an object of a store that another host has put.
@@ -312,7 +332,17 @@ impl Transfers {
             .filter(|_| Key::of_object(name).is_none())
             .and_then(|stage| places.only_replica(pipeline, stage));
         let to = self.edges.end(places.again(get.pid, get.place), key.to_stage);
-        self.edges.observe(pipeline, from, to, &hop, sink);
+        let (request, connector) = (Some(key.request_id), connector_of(name));
+        self.edges
+            .observe(pipeline, from, to, &hop, request, connector, sink);
+    }
+}
+
+/// A store's objects have the stages in their names, and shared memory's segments have not.
+fn connector_of(name: &str) -> Connector {
+    match Key::of_object(name) {
+        Some(_) => Connector::Store,
+        None => Connector::SharedMemory,
     }
 }
 

@@ -56,12 +56,14 @@ pub use self::{
     web_config::WebConfigError,
 };
 use crate::{
+    agent::monotonic_ns,
     config::ListenAddress,
     metrics::{
         catalogue::Family,
         own::Own,
         text::{Exposition, Format},
     },
+    requests::Requests,
     warn_limited,
 };
 
@@ -112,6 +114,8 @@ pub struct Content {
     pub own: Own,
     /// How the agent is.
     pub status: Status,
+    /// Records of requests, where they are kept.
+    pub requests: Option<Requests>,
 }
 
 /// Where and for whom it is served.
@@ -402,8 +406,8 @@ type Answer = Response<Full<Bytes>>;
 impl Site {
     async fn answer(self: &Arc<Self>, request: &Request<Incoming>, place: &Place, door: Door) -> Answer {
         let path = match request.uri().path() {
-            known
-            @ ("/metrics" | "/healthz" | "/readyz" | "/api/status" | "/" | "/page.css" | "/page.js") => known,
+            known @ ("/metrics" | "/healthz" | "/readyz" | "/api/status" | "/api/requests" | "/"
+            | "/page.css" | "/page.js") => known,
             _ => "other",
         };
         // What asks for health has no password, as a rule, and gets no data.
@@ -421,6 +425,7 @@ impl Site {
             (Verdict::Pass, "/healthz") => text(StatusCode::OK, "ok\n".to_owned()),
             (Verdict::Pass, "/readyz") => self.ready(),
             (Verdict::Pass, "/api/status") => self.status(),
+            (Verdict::Pass, "/api/requests") => self.requests(request.uri().query()),
             (Verdict::Pass, path) => page(path),
         };
         for (name, value) in &self.access.now().headers {
@@ -508,17 +513,46 @@ impl Site {
             exposition,
             own,
             status,
+            ..
         } = &self.content;
         own.sample_process();
         own.sample_series();
         let body = page::json(&status.state(), exposition);
-        let mut answer = Response::new(Full::new(Bytes::from(body)));
-        let headers = answer.headers_mut();
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
-        answer
+        json(body)
     }
+
+    /// A page of the records of requests: those behind the number `after`.
+    fn requests(&self, query: Option<&str>) -> Answer {
+        let Some(requests) = self
+            .content
+            .requests
+            .as_ref()
+            .filter(|requests| requests.is_served())
+        else {
+            let reason = "no records of requests are kept: set requests.enabled\n";
+            return text(StatusCode::NOT_FOUND, reason.to_owned());
+        };
+        let after = match query.filter(|query| !query.is_empty()) {
+            None => Some(0),
+            Some(query) => query.strip_prefix("after=").and_then(|after| after.parse().ok()),
+        };
+        let Some(after) = after else {
+            let reason = "the one parameter is after=NUMBER\n";
+            return text(StatusCode::BAD_REQUEST, reason.to_owned());
+        };
+        let page = requests.page(after, monotonic_ns());
+        // Structs with text as keys; a float that is no number becomes `null`: it can't fail.
+        json(serde_json::to_vec(&page).unwrap_or_default())
+    }
+}
+
+fn json(body: Vec<u8>) -> Answer {
+    let mut answer = Response::new(Full::new(Bytes::from(body)));
+    let headers = answer.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    answer
 }
 
 /// A file of the status page. It loads nothing from elsewhere, and its script builds no HTML from text.
