@@ -995,7 +995,7 @@ fn processes_that_are_found_before_their_pipeline_are_adopted() {
 }
 
 #[test]
-fn a_pipeline_whose_model_is_not_known_gives_no_labelled_sample() {
+fn a_pipeline_whose_model_is_not_known_is_served_as_unknown() {
     let mut play = Play::of(Flavor::Omni, Limits::default());
     let mut unknown = pipeline(1, Flavor::Omni);
     unknown.model = None;
@@ -1003,14 +1003,14 @@ fn a_pipeline_whose_model_is_not_known_gives_no_labelled_sample() {
     play.change(0, &Change::Pipeline(unknown));
     play.start(API, Role::ApiServer);
     play.start_engine(0, 0);
-    play.add(0, 0, add("r", 0));
-    play.out(10, 0, vec![first("r")]);
-    play.tick(20);
-    assert!(play.sink.counters.is_empty() && play.sink.samples.is_empty());
+    play.tick(20_000);
+    play.add(20_000, 0, add("r", 20_000));
+    play.out(20_010, 0, vec![first("r")]);
+    assert_eq!(play.sink.counter(Family::VllmGenerationTokensTotal, 0, &[]), 1.0);
+    let scope = play.sink.scope_at((Some(0), Some(0)));
     assert_eq!(
-        play.sink
-            .skips(Family::VllmGenerationTokensTotal, "unknown_identity"),
-        1
+        (scope.model.as_str(), scope.served_model.as_str()),
+        ("unknown", "unknown")
     );
 }
 
