@@ -248,6 +248,9 @@ fn programs_stay_under_the_limit(#[case] object: &[u8]) {
             "store_get",
             "store_put",
             "store_return",
+            "yuanrong_get",
+            "yuanrong_return",
+            "yuanrong_set",
             "zmq_msg_send"
         ]
     );
