@@ -133,8 +133,12 @@ impl<'a> Connection<'a> {
         }
         self.forget(used);
         self.check_length(encoding)?;
-        // Nothing is lost: the sender's own buffer fills, and it waits or drops.
-        tokio::time::sleep(self.rate.take(events)).await;
+        // Nothing is lost: the sender's own buffer fills, and it waits or drops. A sleep of no time is one of a
+        // millisecond, which would be a limit of its own.
+        let pause = self.rate.take(events);
+        if !pause.is_zero() {
+            tokio::time::sleep(pause).await;
+        }
         Ok(())
     }
 
