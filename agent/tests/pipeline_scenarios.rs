@@ -1007,11 +1007,25 @@ fn a_pipeline_whose_model_is_not_known_is_served_as_unknown() {
     play.add(20_000, 0, add("r", 20_000));
     play.out(20_010, 0, vec![first("r")]);
     assert_eq!(play.sink.counter(Family::VllmGenerationTokensTotal, 0, &[]), 1.0);
-    let scope = play.sink.scope_at((Some(0), Some(0)));
-    assert_eq!(
-        (scope.model.as_str(), scope.served_model.as_str()),
-        ("unknown", "unknown")
-    );
+    let names = |play: &Play| {
+        let scope = play.sink.scope_at((Some(0), Some(0)));
+        (scope.model.clone(), scope.served_model.clone())
+    };
+    assert_eq!(names(&play), ("unknown".to_owned(), "unknown".to_owned()));
+    assert!(play.sink.retired.is_empty());
+
+    // Its name is told at last: series begin anew under it, and the old ones end.
+    let mut known = pipeline(1, Flavor::Omni);
+    known.model = Some("org/late".to_owned());
+    known.served_model = None;
+    play.change(20_020, &Change::Pipeline(known.clone()));
+    play.out(20_030, 0, vec![token("r")]);
+    assert_eq!(play.sink.retired.len(), 2);
+    let last = play.sink.scopes().last().map(|scope| scope.model.as_str());
+    assert_eq!(last, Some("org/late"));
+    // Told again, it changes nothing.
+    play.change(20_040, &Change::Pipeline(known));
+    assert_eq!(play.sink.retired.len(), 2);
 }
 
 // ---- segments ----

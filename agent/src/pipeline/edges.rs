@@ -14,9 +14,6 @@ use crate::{
     metrics::catalogue::Family,
 };
 
-/// Model name where neither the command line nor the configuration tells it.
-pub(super) const UNKNOWN_MODEL: &str = "unknown";
-
 /// Stages that are told apart: keys, which name them, may say anything.
 const MAX_STAGES: usize = 1024;
 
@@ -177,19 +174,7 @@ impl Edges {
         if pipeline.flavor != Flavor::Omni {
             return;
         }
-        let either = |a: &Option<String>, b: &Option<String>| {
-            a.clone()
-                .or_else(|| b.clone())
-                .unwrap_or_else(|| UNKNOWN_MODEL.to_owned())
-        };
-        let scope = Scope {
-            pipeline: pipeline.id,
-            model: either(&pipeline.model, &pipeline.served_model),
-            served_model: either(&pipeline.served_model, &pipeline.model),
-            stage: None,
-            replica: None,
-            max_model_len: None,
-        };
+        let scope = Scope::of(pipeline);
         match self.series.get_mut(&pipeline.id) {
             Some(series) if series.scope == scope => {}
             Some(series) => {

@@ -221,6 +221,15 @@ impl Exchanges {
         }
     }
 
+    /// Series get other names: places to put samples are looked up anew. Gives the scopes that are of no more use.
+    pub(super) fn forget_scopes(&mut self) -> impl Iterator<Item = ScopeId> {
+        self.last_audio = None;
+        for exchange in self.by_id.values_mut() {
+            exchange.place = None;
+        }
+        self.inline_scopes.drain().map(|(_, scope)| scope)
+    }
+
     fn remove(&mut self, id: ExchangeId) -> Option<Exchange> {
         self.unjoined.retain(|place| *place != id);
         self.by_id.remove(&id)

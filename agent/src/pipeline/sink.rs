@@ -1,6 +1,12 @@
 //! Where observations go: the registry in the agent, a list in tests.
 
-use crate::{host::identity::PipelineId, metrics::catalogue::Family};
+use crate::{
+    host::identity::{Pipeline, PipelineId},
+    metrics::catalogue::Family,
+};
+
+/// Model name where neither the command line nor the configuration tells it.
+const UNKNOWN_MODEL: &str = "unknown";
 
 /// The label values that a group of series shares. The registry picks those that a family has.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -17,6 +23,24 @@ pub struct Scope {
     pub replica: Option<u32>,
     /// Largest sequence in tokens, where known: decides the `TOKENS` buckets.
     pub max_model_len: Option<u32>,
+}
+
+impl Scope {
+    /// Of the series of a whole pipeline.
+    pub(super) fn of(pipeline: &Pipeline) -> Self {
+        let either = |a: &Option<String>, b: &Option<String>| {
+            let known = a.as_deref().or(b.as_deref());
+            known.unwrap_or(UNKNOWN_MODEL).to_owned()
+        };
+        Self {
+            pipeline: pipeline.id,
+            model: either(&pipeline.model, &pipeline.served_model),
+            served_model: either(&pipeline.served_model, &pipeline.model),
+            stage: None,
+            replica: None,
+            max_model_len: None,
+        }
+    }
 }
 
 /// An interned [`Scope`].

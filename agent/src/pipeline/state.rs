@@ -1,6 +1,6 @@
 //! One pipeline: its engines, its requests over all their stages, and the pipeline's own families.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use slab::Slab;
 
@@ -10,7 +10,7 @@ use super::{
         Aborting, Added, Book, Due, Finished, FinishedAudio, Part, PartState, Phase, Request, StageAudio,
         Task, UNKNOWN,
     },
-    edges::{RequestHop, UNKNOWN_MODEL},
+    edges::RequestHop,
     engine::{Context, Engine, Snapshot, engine_number},
     forwards::Forward,
     http::{Client, Exchanges},
@@ -261,17 +261,35 @@ impl PipelineState {
         replica: Option<u32>,
         max_model_len: Option<u32>,
     ) -> Scope {
-        let pipeline = &self.pipeline;
-        let known = pipeline.model.as_deref().or(pipeline.served_model.as_deref());
-        let model = known.unwrap_or(UNKNOWN_MODEL);
-        let served_model = pipeline.served_model.as_deref().unwrap_or(model);
         Scope {
-            pipeline: pipeline.id,
-            model: model.to_owned(),
-            served_model: served_model.to_owned(),
             stage,
             replica,
             max_model_len,
+            ..Scope::of(&self.pipeline)
+        }
+    }
+
+    /// The pipeline became known better. Under another model's name series begin anew.
+    pub(super) fn describe<S: Sink + ?Sized>(&mut self, pipeline: &Pipeline, sink: &mut S) {
+        let is_renamed = Scope::of(pipeline) != Scope::of(&self.pipeline);
+        self.pipeline = pipeline.clone();
+        if !is_renamed {
+            return;
+        }
+        let of_engines = self
+            .engines
+            .iter_mut()
+            .filter_map(|(_, engine)| engine.scope.take());
+        // Engines that run data-parallel share theirs.
+        let retired: BTreeSet<ScopeId> = self
+            .scope
+            .take()
+            .into_iter()
+            .chain(of_engines)
+            .chain(self.exchanges.forget_scopes())
+            .collect();
+        for scope in retired {
+            sink.retire(scope);
         }
     }
 

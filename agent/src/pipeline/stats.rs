@@ -187,7 +187,7 @@ impl Stats {
     /// A pipeline appeared, or became better known.
     pub fn pipeline(&mut self, pipeline: &Pipeline) {
         if let Some(told) = self.pipelines.get_mut(&pipeline.id) {
-            told.scope = scope(pipeline);
+            told.scope = Scope::of(pipeline);
         }
     }
 
@@ -225,7 +225,7 @@ impl Stats {
         let told = self
             .pipelines
             .entry(pipeline.id)
-            .or_insert_with(|| Told::new(scope(pipeline)));
+            .or_insert_with(|| Told::new(Scope::of(pipeline)));
         if !told.senders.contains(&sender) {
             told.senders.push(sender);
         }
@@ -288,19 +288,6 @@ impl Stats {
                 told.set_gauges(now_ns, &limits, sink);
             }
         }
-    }
-}
-
-/// The labels of a pipeline's own families.
-fn scope(pipeline: &Pipeline) -> Scope {
-    let either = |a: &Option<String>, b: &Option<String>| a.clone().or_else(|| b.clone()).unwrap_or_default();
-    Scope {
-        pipeline: pipeline.id,
-        model: either(&pipeline.model, &pipeline.served_model),
-        served_model: either(&pipeline.served_model, &pipeline.model),
-        stage: None,
-        replica: None,
-        max_model_len: None,
     }
 }
 

@@ -338,7 +338,7 @@ impl Tracker {
         let Some(state) = self.pipelines.get_mut(slot) else {
             return;
         };
-        state.pipeline = pipeline.clone();
+        state.describe(pipeline, sink);
         for watched in self.processes.values_mut() {
             if watched.pipeline.is_none() && watched.process.pipeline == pipeline.id {
                 watched.pipeline = Some(slot);

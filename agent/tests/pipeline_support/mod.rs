@@ -56,6 +56,11 @@ impl Recorder {
         (scope.stage, scope.replica, extra)
     }
 
+    /// All scopes, in the order in which they were first asked for.
+    pub fn scopes(&self) -> &[Scope] {
+        &self.scopes
+    }
+
     /// A counter of a stage's replica 0. Panics where it has no child.
     pub fn counter(&self, family: Family, stage: u32, extra: &[&str]) -> f64 {
         self.counter_at(family, (Some(stage), Some(0)), extra)
