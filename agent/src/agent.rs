@@ -44,7 +44,7 @@ use crate::{
         identity::{Change, Flavor, Pipeline, PipelineId, ProcessKey, Role},
         scan::{Host, Settings as HostSettings},
     },
-    metrics::{catalogue::Family, own::Own},
+    metrics::{catalogue::Family, number::as_f64, own::Own},
     observer::{HttpTaken, Observer, Taken},
     pipeline::{stats::Sender as StatSender, transfers::ShmTaken},
     record::{Entry, Item, OwnedFrame, OwnedHttp, OwnedShm, RecordError},
@@ -320,28 +320,28 @@ impl Agent {
                 own.set_total(
                     Family::OmnitapProbeFailuresTotal,
                     &[set.name(), reason.name()],
-                    to_f64(count),
+                    as_f64(count),
                 );
             }
         }
         for (site, count) in SiteKind::ALL.iter().zip(stats.attached) {
-            own.set_total(Family::OmnitapProbesAttachedTotal, &[site.name()], to_f64(count));
+            own.set_total(Family::OmnitapProbesAttachedTotal, &[site.name()], as_f64(count));
         }
         own.set(
             Family::OmnitapProbedProcesses,
             &[],
-            to_f64(stats.processes as u64),
+            as_f64(stats.processes as u64),
         );
         let (unread, size) = tap.ring_fill();
-        own.set(Family::OmnitapRingBufferUnreadBytes, &[], to_f64(unread as u64));
+        own.set(Family::OmnitapRingBufferUnreadBytes, &[], as_f64(unread as u64));
         own.set(Family::OmnitapRingBufferSizeBytes, &[], f64::from(size));
-        own.set_total(Family::OmnitapProbeAttachesTotal, &[], to_f64(stats.attaches));
+        own.set_total(Family::OmnitapProbeAttachesTotal, &[], as_f64(stats.attaches));
         own.set_total(
             Family::OmnitapProbeAttachSecondsTotal,
             &[],
             stats.attach_time.as_secs_f64(),
         );
-        own.set_total(Family::OmnitapProbeDetachesTotal, &[], to_f64(stats.detaches));
+        own.set_total(Family::OmnitapProbeDetachesTotal, &[], as_f64(stats.detaches));
         own.set_total(
             Family::OmnitapProbeDetachSecondsTotal,
             &[],
@@ -357,14 +357,14 @@ impl Agent {
             ("process", stats.reader.process_events),
         ];
         for (kind, count) in received {
-            own.set_total(Family::OmnitapEventsReceivedTotal, &[kind], to_f64(count));
+            own.set_total(Family::OmnitapEventsReceivedTotal, &[kind], as_f64(count));
         }
         let lost = [
             ("malformed", stats.reader.malformed),
             ("shm_unpaired", stats.reader.shm_unpaired),
         ];
         for (kind, count) in lost {
-            own.set_total(Family::OmnitapEventsLostTotal, &[kind], to_f64(count));
+            own.set_total(Family::OmnitapEventsLostTotal, &[kind], as_f64(count));
         }
         match tap.counters() {
             Ok(counters) => {
@@ -376,7 +376,7 @@ impl Agent {
                     } else {
                         continue;
                     };
-                    own.set_total(family, &[counter.as_str()], to_f64(counters.get(counter)));
+                    own.set_total(family, &[counter.as_str()], as_f64(counters.get(counter)));
                 }
             }
             Err(source) => warn_limited!((), error = %source, "the kernel's counters can't be read"),
@@ -391,7 +391,7 @@ impl Agent {
                 own.set_total(
                     Family::OmnitapBpfRunsTotal,
                     &[program.name],
-                    to_f64(program.run_count),
+                    as_f64(program.run_count),
                 );
             }
         }
@@ -428,11 +428,6 @@ impl Agent {
         }
         left
     }
-}
-
-#[expect(clippy::cast_precision_loss, reason = "counts stay far below 2^53")]
-fn to_f64(count: u64) -> f64 {
-    count as f64
 }
 
 /// A socket that can't be made is no reason not to start.

@@ -19,6 +19,7 @@ use crate::{
     metrics::{
         catalogue::{Family, Needs, Source},
         merge::{Feed, Merge, Merged},
+        number::as_f64,
         own::{Counter, Own},
         registry::{Limits, Registry},
         text::Exposition,
@@ -387,7 +388,7 @@ impl Observer {
     pub fn stat(&mut self, sender: Sender, now_ns: u64, head: &Head, event: &Event) {
         if let Event::Lost(lost) = event {
             self.own
-                .add(Family::OmnitapStatEventsLostTotal, &[], total(lost.events));
+                .add(Family::OmnitapStatEventsLostTotal, &[], as_f64(lost.events));
             self.stat_result(event.name(), "accepted");
             return;
         }
@@ -609,7 +610,7 @@ impl Observer {
         self.own.set_total(
             Family::OmnitapTransferStageMismatchesTotal,
             &[],
-            total(transfers.stage_mismatches),
+            as_f64(transfers.stage_mismatches),
         );
         self.show_http();
     }
@@ -617,12 +618,18 @@ impl Observer {
     fn show_http(&self) {
         let counts = self.http.counts();
         for (outcome, count) in Outcome::ALL.iter().zip(counts.requests) {
-            self.own
-                .set_total(Family::OmnitapApiRequestsTotal, &[outcome.as_str()], total(count));
+            self.own.set_total(
+                Family::OmnitapApiRequestsTotal,
+                &[outcome.as_str()],
+                as_f64(count),
+            );
         }
         for (what, count) in Unsupported::ALL.iter().zip(counts.unsupported) {
-            self.own
-                .set_total(Family::OmnitapApiUnsupportedTotal, &[what.as_str()], total(count));
+            self.own.set_total(
+                Family::OmnitapApiUnsupportedTotal,
+                &[what.as_str()],
+                as_f64(count),
+            );
         }
         for (family, count) in [
             (Family::OmnitapApiBreaksTotal, counts.breaks),
@@ -632,7 +639,7 @@ impl Observer {
                 self.tracker.ambiguous_joins(),
             ),
         ] {
-            self.own.set_total(family, &[], total(count));
+            self.own.set_total(family, &[], as_f64(count));
         }
         self.own
             .set(Family::OmnitapApiConnections, &[], to_f64(self.http.len()));
@@ -756,14 +763,6 @@ fn flavor_name(flavor: Flavor) -> &'static str {
         Flavor::Vllm => "vllm",
         Flavor::Omni => "omni",
     }
-}
-
-#[expect(
-    clippy::cast_precision_loss,
-    reason = "a count above 2^53 may lose its last bits"
-)]
-fn total(count: u64) -> f64 {
-    count as f64
 }
 
 fn to_f64(count: usize) -> f64 {

@@ -13,6 +13,7 @@ use crate::{
     metrics::{
         catalogue::{Family, Fold, Kind, Source},
         merge::{Feed, Ledger, Merge, Merged, NoRequests},
+        number::as_f64,
         registry::{BucketCounts, Reading, Registry},
     },
     pipeline::sink::{Scope, Sink as _},
@@ -247,7 +248,7 @@ impl Engine {
             let (theirs, ours) = match (&known.value, ours) {
                 (Value::Number(theirs), Some(Reading::Number(ours))) => (*theirs, Some(ours)),
                 (Value::Histogram(theirs), Some(Reading::Observations(ours))) => {
-                    (to_f64(theirs.count), Some(to_f64(ours)))
+                    (as_f64(theirs.count), Some(as_f64(ours)))
                 }
                 _ => (0.0, None),
             };
@@ -425,9 +426,4 @@ fn counts(buckets: &Buckets) -> BucketCounts {
         above: buckets.count.saturating_sub(below),
         sum: buckets.sum,
     }
-}
-
-#[expect(clippy::cast_precision_loss, reason = "counts below 2^53")]
-fn to_f64(count: u64) -> f64 {
-    count as f64
 }

@@ -7,6 +7,7 @@ use crate::{
     host::identity::{Flavor, Pipeline, PipelineId, Process, ProcessKey, Role},
     metrics::{
         catalogue::{Family, Kind},
+        number::as_f64,
         own::Own,
         registry::Registry,
     },
@@ -93,7 +94,7 @@ impl Gpus {
             count_fault(&own, *call, *fault);
         }
         if sample.lost > 0 {
-            own.add(Family::OmnitapGpuSamplesLostTotal, &[], to_f64(sample.lost));
+            own.add(Family::OmnitapGpuSamplesLostTotal, &[], as_f64(sample.lost));
         }
         // What was seen before NVML was opened anew counts until the first look after it.
         if sample.state == State::Opening {
@@ -141,7 +142,7 @@ impl Gpus {
                     let labels = gpu_labels(device, Some(*place), world);
                     *wanted
                         .entry((Family::OmnitapGpuStageMemoryUsedBytes, labels))
-                        .or_default() += to_f64(bytes);
+                        .or_default() += as_f64(bytes);
                 }
             }
         }
@@ -285,7 +286,7 @@ impl Gpus {
                 Family::OmniPeakMemoryMb,
                 scope,
                 ExtraId::NONE,
-                to_f64(bytes) / 1_048_576.0,
+                as_f64(bytes) / 1_048_576.0,
             );
         }
     }
@@ -434,11 +435,11 @@ fn want_device(
     };
     want(
         Family::OmnitapGpuMemoryUsedBytes,
-        memory.map(|(used, _)| to_f64(used)),
+        memory.map(|(used, _)| as_f64(used)),
     );
     want(
         Family::OmnitapGpuMemoryTotalBytes,
-        memory.map(|(_, total)| to_f64(total)),
+        memory.map(|(_, total)| as_f64(total)),
     );
     want(
         Family::OmnitapGpuUtilizationRatio,
@@ -453,7 +454,7 @@ fn want_device(
         for (kind, count) in [("corrected", corrected), ("uncorrected", uncorrected)] {
             let mut labels = labels.clone();
             labels.push(kind.to_owned());
-            wanted.insert((Family::OmnitapGpuEccErrorsTotal, labels), to_f64(count));
+            wanted.insert((Family::OmnitapGpuEccErrorsTotal, labels), as_f64(count));
         }
     }
     let [index, mig, uuid] = device_labels(device);
@@ -497,11 +498,6 @@ fn count_fault(own: &Own, call: Call, fault: Fault) {
 
 fn strs(labels: &[String]) -> Vec<&str> {
     labels.iter().map(String::as_str).collect()
-}
-
-#[expect(clippy::cast_precision_loss, reason = "bytes and counts below 2^53")]
-fn to_f64(count: u64) -> f64 {
-    count as f64
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 
 pub mod catalogue;
 pub mod merge;
-mod number;
+pub(crate) mod number;
 pub mod own;
 pub mod peek;
 pub mod registry;

@@ -2,6 +2,15 @@
 
 use std::io::Write as _;
 
+/// Counts, bytes and nanoseconds as sample values; exact below 2^53.
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "a count above 2^53 may lose its last bits"
+)]
+pub(crate) fn as_f64(value: u64) -> f64 {
+    value as f64
+}
+
 /// Appends a sample value: the shortest text that reads back as the same float, laid out as Python's `repr` does,
 /// with an exponent from 10^6 on as Go does (`1.0`, `0.05`, `1e-05`, `2.68435456e+08`, `+Inf`, `NaN`).
 pub(crate) fn write_float(out: &mut Vec<u8>, value: f64) {

@@ -1,5 +1,7 @@
 //! Audio of one request: frames, sample rate and the player simulation behind the continuity families.
 
+use crate::metrics::number::as_f64;
+
 /// Underrun that a listener is taken not to notice, in seconds (docs/wire.md section "Audio continuity").
 pub const CONTINUITY_THRESHOLD_S: f64 = 0.1;
 
@@ -159,13 +161,4 @@ impl AudioState {
 /// Seconds from `start_ns` to `end_ns`; 0 where the end comes first.
 pub(super) fn seconds_between(start_ns: u64, end_ns: u64) -> f64 {
     as_f64(end_ns.saturating_sub(start_ns)) / 1e9
-}
-
-/// Counts and nanoseconds as the sink takes them; exact below 2^53.
-#[expect(
-    clippy::cast_precision_loss,
-    reason = "counts and durations stay far below 2^53"
-)]
-pub(super) fn as_f64(value: u64) -> f64 {
-    value as f64
 }

@@ -4,7 +4,7 @@
 //! brings all of the stage's figures at once.
 
 use super::{
-    audio::{as_f64, seconds_between},
+    audio::seconds_between,
     book::{Finished, PartState, Phase, StageAudio},
     engine::{Snapshot, engine_number, observe},
     labels::Failure,
@@ -13,7 +13,7 @@ use super::{
     state::{Environment, PipelineState},
 };
 use crate::{
-    metrics::catalogue::Family,
+    metrics::{catalogue::Family, number::as_f64},
     wire::{
         diffusion::{Diffusion, DiffusionAdd, DiffusionResult, ResultKind},
         message::{Add, FinishReason},

@@ -9,7 +9,7 @@ use rustc_hash::FxHashMap;
 use slab::Slab;
 
 use super::{
-    audio::{AudioState, FirstPacket, as_f64, seconds_between},
+    audio::{AudioState, FirstPacket, seconds_between},
     book::{Book, Finished, NONE, Part, PartState, StageAudio, Task, UNKNOWN},
     labels::{Labels, STAGE_COUNTERS, STAGE_HISTOGRAMS, Sleep},
     records::Figures,
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     host::identity::{Flavor, PipelineId},
-    metrics::catalogue::Family,
+    metrics::{catalogue::Family, number::as_f64},
     wire::message::{EngineOutputs, FinishReason, KvWait, Output, OutputKind, SchedulerStats},
 };
 

@@ -7,10 +7,11 @@
 use std::sync::Arc;
 
 use super::{
-    audio::{as_f64, seconds_between},
+    audio::seconds_between,
     edges::{Hop, Reason},
     places::End,
 };
+use crate::metrics::number::as_f64;
 
 /// What a request carries to a stage that has not answered yet.
 #[derive(Debug)]

@@ -1,14 +1,13 @@
 //! Images whose stage runs inside the API process: what their answers tell is all there is.
 
 use super::{
-    audio::as_f64,
     http::Exchange,
     labels::Failure,
     sink::{ExtraId, ScopeId, Sink},
     state::{Environment, PipelineState},
 };
 use crate::{
-    metrics::catalogue::Family,
+    metrics::{catalogue::Family, number::as_f64},
     wire::{
         http::note::{End, ImageAnswer},
         message::FinishReason,

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 
 use super::{
-    audio::{as_f64, seconds_between},
+    audio::seconds_between,
     edges::{Edges, Hop, Reason},
     places::{Place, Places},
     records::Connector,
@@ -19,6 +19,7 @@ use super::{
 };
 use crate::{
     host::identity::PipelineId,
+    metrics::number::as_f64,
     wire::{connector::Key, control::Control},
 };
 

@@ -9,11 +9,11 @@ use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    audio::as_f64,
     book::{Part, UNKNOWN},
     edges::Hop,
     places::End,
 };
+use crate::metrics::number::as_f64;
 
 /// Stages and edges of a record: its pipeline says how many there are, and may say anything.
 const MAX_ROWS: usize = 64;

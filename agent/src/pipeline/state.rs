@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use slab::Slab;
 
 use super::{
-    audio::{CONTINUITY_THRESHOLD_S, as_f64, seconds_between},
+    audio::{CONTINUITY_THRESHOLD_S, seconds_between},
     book::{
         Aborting, Added, Book, Due, Finished, FinishedAudio, Part, PartState, Phase, Request, StageAudio,
         Task, UNKNOWN,
@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     host::identity::{Flavor, Pipeline, Process, Role},
-    metrics::catalogue::Family,
+    metrics::{catalogue::Family, number::as_f64},
     wire::{
         assemble::{Aux, FrameType},
         diffusion::Diffusion,

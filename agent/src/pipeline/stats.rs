@@ -13,7 +13,7 @@ use rustc_hash::{FxBuildHasher, FxHashMap, FxHashSet};
 use super::{
     audio::{
         CONTINUITY_THRESHOLD_MS, CONTINUITY_THRESHOLD_S, Continuity, DEFAULT_SAMPLE_RATE, SAMPLE_WIDTH,
-        as_f64, seconds_between,
+        seconds_between,
     },
     book::arrival_ns,
     sink::{ExtraId, Scope, ScopeId, Sink, Subject},
@@ -24,6 +24,7 @@ use crate::{
     metrics::{
         catalogue::Family,
         merge::{Known, Ledger, Mark},
+        number::as_f64,
     },
     wire::{
         message::FinishReason,

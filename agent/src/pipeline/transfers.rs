@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use super::{
-    audio::{as_f64, seconds_between},
+    audio::seconds_between,
     edges::{Edges, Hop, Reason, RequestHop},
     forwards::Forward,
     places::{Place, Places},
@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     host::identity::{Pipeline, PipelineId},
+    metrics::number::as_f64,
     wire::{connector::Key, control::Control, shm::ShmEvent},
 };
 

@@ -21,7 +21,7 @@ use tracing::info;
 
 use crate::{
     config::RequestLog,
-    metrics::{catalogue::Family, own::Own},
+    metrics::{catalogue::Family, number::as_f64, own::Own},
     pipeline::records::{OpenRequest, RequestRecord},
 };
 
@@ -136,7 +136,7 @@ impl Requests {
             own.add(
                 Family::OmnitapRequestRecordsTotal,
                 &["over_rate"],
-                to_f64(over_rate),
+                as_f64(over_rate),
             );
         }
     }
@@ -155,7 +155,7 @@ impl Requests {
         self.shared.watched_until_ns.store(until_ns, Ordering::Relaxed);
         let page = self.shared.kept.lock().page(after);
         if page.missed > 0 {
-            let missed = to_f64(page.missed);
+            let missed = as_f64(page.missed);
             self.shared
                 .own
                 .add(Family::OmnitapRequestRecordsMissedTotal, &[], missed);
@@ -168,7 +168,7 @@ impl Kept {
     /// Time has passed: as many more may be taken, up to those of two seconds, for records come in groups.
     fn allow(&mut self, max_rate: u32, now_ns: u64) {
         let rate = f64::from(max_rate);
-        let passed_s = to_f64(now_ns.saturating_sub(self.allowed_ns)) / 1e9;
+        let passed_s = as_f64(now_ns.saturating_sub(self.allowed_ns)) / 1e9;
         self.allowed_ns = now_ns.max(self.allowed_ns);
         self.allowance = (self.allowance + rate * passed_s).min(2.0 * rate);
     }
@@ -216,14 +216,6 @@ fn log(record: &RequestRecord, form: RequestLog) {
             "request ended"
         ),
     }
-}
-
-#[expect(
-    clippy::cast_precision_loss,
-    reason = "a count above 2^53 may lose its last bits"
-)]
-fn to_f64(count: u64) -> f64 {
-    count as f64
 }
 
 #[cfg(test)]

@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use serde::Deserialize;
 
+use crate::metrics::number::as_f64;
+
 /// Looks that a rate is taken over; they come once a second.
 const WINDOW: usize = 15;
 
@@ -167,7 +169,7 @@ impl Looks {
     }
 
     pub(super) fn recent(&self, family: &str, labels: &Labels<'_>) -> Recent {
-        let mean = |count: u64, sum: f64| (count > 0).then(|| sum / to_f64(count));
+        let mean = |count: u64, sum: f64| (count > 0).then(|| sum / as_f64(count));
         let now = self.last().and_then(|last| last.observed(family, labels));
         let all = now.and_then(|(count, sum)| mean(count, sum));
         let (Some((_, first, seconds)), Some((count, sum))) = (self.span(), now) else {
@@ -179,16 +181,8 @@ impl Looks {
         let (before, sum_before) = first.observed(family, labels).unwrap_or((0, 0.0));
         let new = count.saturating_sub(before);
         Recent {
-            rate: Some(to_f64(new) / seconds),
+            rate: Some(as_f64(new) / seconds),
             mean: mean(new, sum - sum_before).or(all),
         }
     }
-}
-
-#[expect(
-    clippy::cast_precision_loss,
-    reason = "counts that are shown with three digits"
-)]
-fn to_f64(count: u64) -> f64 {
-    count as f64
 }
